@@ -39,10 +39,11 @@ from tests.reference import assert_trains_like_plain, stack_step
 _CLONE_NEWNET = 0x40000000
 _LARGE = """
     import os, torch, torch.distributed as dist
+    from streamshard.comm import host_groups
     from streamshard.comm.groups import make_default_group
-    from streamshard.comm.host_groups import host_group_of
     from streamshard.comm.ranks import RankGroup
 
+    host_groups.MOST_CONNECTED = 15
     make_default_group(torch.device("cpu"))
     ranks = RankGroup(dist.group.WORLD)
     assert any(ranks.gather_objects("vote", ranks.total_rank == 3))
@@ -61,7 +62,7 @@ _LARGE = """
 @pytest.mark.ranks
 def test_ranks_of_a_large_group_connect_when_they_first_send(tmp_path: Path) -> None:
     """Two groups, StreamShard's own and the default one, of one rank more than a group has that connects at once."""
-    size = MOST_CONNECTED + 1
+    size = 16
     for code, output in Launched(size, tmp_path, _run, _LARGE).end()[1:]:  # the first hosts the store for all
         assert code == 0, output
         assert int(output.rpartition("sockets ")[2]) < size
@@ -124,21 +125,18 @@ ib0 00004D0A 00000000 0001 0 0 0 0000FFFF 0 0 0
     ("host", "machines", "interface"),
     [
         ("10.77.0.1", 2, "ib0"),
-        ("10.78.0.1", 2, "eth0"),
         ("node0", 2, "eth0"),
         ("node0", 1, "lo"),
-        ("localhost", 2, "lo"),
         ("nosuchhost", 2, None),
-        (None, 2, None),
     ],
 )
 def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
-    host: str | None, machines: int, interface: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    host: str, machines: int, interface: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The settings hold while a group is made, and not afterwards. On Debian "node0" is the machine's own name."""
     (tmp_path / "route").write_text(_ROUTES)
     monkeypatch.setattr(host_groups, "_ROUTES", tmp_path / "route")
-    names = {"node0": "127.0.1.1", "localhost": "127.0.0.1", "nosuchhost": ""}
+    names = {"node0": "127.0.1.1", "nosuchhost": ""}
     monkeypatch.setattr(host_groups.socket, "gethostbyname", lambda name: names.get(name, name))
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(4 // machines))
@@ -156,38 +154,15 @@ def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
                 assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("local_world_size", "says"), [("0", r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"), ("1", "$")]
-)
 def test_an_error_of_gloo_names_the_network_setting_where_ranks_may_be_on_several_machines(
-    local_world_size: str, says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Here of an interface that is not there."""
-    environment = {"GLOO_SOCKET_IFNAME": "nosuch0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": local_world_size}
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(CommunicationError, match=f"nosuch0{says}"):
-        make_default_group(torch.device("cpu"), init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-
-
-@on_ranks(1)
-def test_after_a_restart_the_advice_for_a_group_of_the_users_is_a_new_store(context: RankContext) -> None:
-    """If StreamShard has made the group, no key in the store is of an earlier start."""
-    for restarts, is_ours in (("0", False), ("1", False), ("1", True)):
-        host_groups.state_of(_world()).is_ours = is_ours
-        with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": restarts}):
-            is_advised = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in groups.connection_advice()
-            assert is_advised == (restarts == "1" and not is_ours)
-
-
-@on_ranks(2)
-def test_control_messages_wait_longer_than_the_groups_timeout(context: RankContext) -> None:
-    """One rank writes files while the other one waits."""
-    ranks = RankGroup(dist.new_group(timeout=timedelta(seconds=1)))
-    assert ranks.gather_objects("count", context.rank) == [0, 1]  # makes the control group
-    if context.rank == 1:
-        time.sleep(1.5)
-    assert ranks.gather_objects("count", context.rank) == [0, 1]
+    for local_world_size, says in (("0", r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"), ("1", "$")):
+        environment = {"GLOO_SOCKET_IFNAME": "nosuch0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": local_world_size}
+        store = f"file://{tmp_path}/store{local_world_size}"
+        with mock.patch.dict(os.environ, environment), pytest.raises(CommunicationError, match=f"nosuch0{says}"):
+            make_default_group(torch.device("cpu"), init_method=store, rank=0, world_size=1)
 
 
 @on_ranks(3)
@@ -226,45 +201,9 @@ def test_beside_a_group_for_devices_the_control_group_has_a_long_timeout(context
     assert timeout_of(make_host_group(users, timedelta(seconds=20))) == timedelta(seconds=20)
 
 
-_DIES_WHILE_IT_CONNECTS = """
-    import os, signal, sys, threading, time, torch, torch.distributed as dist
-    from datetime import timedelta
-    from streamshard.comm.host_groups import make_host_group
-
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method="file://" + DIRECTORY + "/store", rank=rank, world_size=2)
-    if rank == 1:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    while rank == 0 and not os.path.exists(DIRECTORY + "/dead"):
-        time.sleep(0.01)
-    try:
-        make_host_group(dist.group.WORLD, timedelta(hours=1), timedelta(seconds=2))
-    except RuntimeError as error:
-        print("raised", error)
-"""
-
-
-@pytest.mark.ranks
-def test_a_rank_that_dies_while_a_group_connects_ends_the_wait_of_the_others(tmp_path: Path) -> None:
-    """Rank 1 has given its address. Depending on addresses, rank 0 connects to it or waits for it to connect."""
-    launched = Launched(2, tmp_path, run_script, _DIES_WHILE_IT_CONNECTS.replace("DIRECTORY", repr(str(tmp_path))))
-    launched.processes[1].join(60.0)
-    (tmp_path / "dead").touch()
-    (code, output), (dead, _) = launched.end()
-    assert (code, dead) == (0, -signal.SIGKILL) and "raised" in output, output
-
-
 def _world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None
     return dist.group.WORLD
-
-
-@on_ranks(1)
-def test_gloo_gets_a_fifth_of_the_time_to_connect(context: RankContext) -> None:
-    """It waits five times as long for a rank that has given its address and has to connect."""
-    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
-        make_host_group(_world(), timedelta(hours=1), timedelta(seconds=20))
-    assert made.call_args.args[1] == timedelta(seconds=4)
 
 
 @on_ranks(2)
@@ -348,15 +287,15 @@ def test_ranks_on_two_hosts_connect_although_the_hosts_names_lead_to_themselves(
             assert code == 0 and "trained" in output, output
 
 
-@pytest.mark.parametrize("fails", [False, True])
 def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NCCL would wait for what other ranks never issue."""
-    calls = mock.Mock()
-    calls.group.WORLD = calls.world
-    monkeypatch.setattr(groups, "dist", calls)
-    monkeypatch.setattr(sys, "last_value", ValueError() if fails else None, raising=False)
-    host_groups.state_of(calls.world).is_ours = True
-    groups._end()
-    assert [name for name, _, _ in calls.mock_calls] == ["world.abort"] * fails + ["destroy_process_group"]
+    for fails in (False, True):
+        calls = mock.Mock()
+        calls.group.WORLD = calls.world
+        monkeypatch.setattr(groups, "dist", calls)
+        monkeypatch.setattr(sys, "last_value", ValueError() if fails else None, raising=False)
+        host_groups.state_of(calls.world).is_ours = True
+        groups._end()
+        assert [name for name, _, _ in calls.mock_calls] == ["world.abort"] * fails + ["destroy_process_group"]

@@ -70,7 +70,7 @@ def _exchange(messages: list[bytes]) -> tuple[list[_Ranks], list[Any], list[byte
     return ranks, gathered, told
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 64])
+@pytest.mark.parametrize("size", [1, 2, 13, 64])
 def test_the_first_rank_gets_all_messages_in_order_and_all_ranks_get_its_answer(size: int) -> None:
     """Of any length: empty, in one send, in two."""
     messages = [bytes([rank]) * (rank * 97 % 1500) for rank in range(size)]

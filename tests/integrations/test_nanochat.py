@@ -57,14 +57,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _step_elements(self, group: dict[str, Any], param: Tensor) -> None:
         assert param.grad is not None
-        state = self.state[param]
-        if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-        state["step"] += 1
-        state["exp_avg"].lerp_(param.grad, 0.2)
-        state["exp_avg_sq"].lerp_(param.grad.square(), 0.05)
-        first, second = state["exp_avg"] / (1 - 0.8 ** state["step"]), state["exp_avg_sq"] / (1 - 0.95 ** state["step"])
-        param.sub_(group["lr"] * first / (second.sqrt() + 1e-10))
+        momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+        momentum.lerp_(param.grad, 0.2)
+        param.sub_(group["lr"] * momentum)
 
 
 class _GPT(nn.Module):
@@ -88,12 +83,8 @@ class _GPT(nn.Module):
 
     def setup_optimizer(self, *_: Any) -> Any:
         others = [self.wte.weight, self.head.weight, self.lambdas, *self.value_embeds.parameters()]
-        optimizer = MuonAdamW(
-            [
-                {"kind": "adamw", "params": others, "lr": 0.01},
-                {"kind": "muon", "params": list(self.h.parameters()), "lr": 0.1, "momentum": 0.9},
-            ]
-        )
+        matrices = {"kind": "muon", "params": list(self.h.parameters()), "lr": 0.1, "momentum": 0.9}
+        optimizer = MuonAdamW([{"kind": "adamw", "params": others, "lr": 0.01}, matrices])
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         return optimizer

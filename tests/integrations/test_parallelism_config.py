@@ -40,7 +40,6 @@ WORDS, STEPS, CLIP = 64, 2, 0.5
 CONFIGS: dict[str, Any] = {
     "llama": transformers.LlamaConfig,
     "qwen2": transformers.Qwen2Config,
-    "qwen3": transformers.Qwen3Config,
     "mixtral": transformers.MixtralConfig,  # a gate and an up projection in one matrix, each cut
     "qwen3 moe": transformers.Qwen3MoeConfig,
 }
@@ -94,7 +93,7 @@ def _train(model: Any, place: int = 0, places: int = 1) -> tuple[list[float], di
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
 def test_transformers_own_plans_train_what_one_process_trains(context: RankContext, kind: str) -> None:
     """2 x 2 ranks; embedding and head are cut too. Llama's plan is used by accelerate and Trainer below."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp {kind}", f"tp {kind}"))
@@ -106,47 +105,37 @@ def test_transformers_own_plans_train_what_one_process_trains(context: RankConte
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("kind", "ep"), [("mixtral", 2), ("qwen3 moe", 4)])
-def test_transformers_plans_of_experts_train_what_one_process_trains(context: RankContext, kind: str, ep: int) -> None:
-    """All ranks shard the model, and exchange tokens: two have the same experts, or each has its own."""
-    names = f"beside {ep} {kind}", f"ep {ep} {kind}"
-    mesh = init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=names)[names[1]]
-    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=(f"all {ep} {kind}", f"one {ep} {kind}"))
-    model, weights = _made(kind), _made(kind).state_dict()
-    plan = model._expand_parallel_plan(model.ep_plan)
-    apply_expert_parallelism(model, mesh, alone[f"one {ep} {kind}"], plan, "all_to_all")
+def test_transformers_plans_of_experts_train_what_one_process_trains(context: RankContext) -> None:
+    """All ranks shard the model, and exchange tokens: two have the same experts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("beside mixtral", "ep mixtral"))["ep mixtral"]
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all of mixtral", "one of mixtral"))["one of mixtral"]
+    model, weights = _made("mixtral"), _made("mixtral").state_dict()
+    apply_expert_parallelism(model, mesh, alone, model._expand_parallel_plan(model.ep_plan), "all_to_all")
     _copy_into_parts(model, weights)
     norms, found = _train(StreamShard(model, mesh=dist.group.WORLD, precision="fp32"), context.rank, 4)
-    wanted_norms, wanted = _train(_made(kind))
+    wanted_norms, wanted = _train(_made("mixtral"))
     assert norms == pytest.approx(wanted_norms, rel=1e-5)
     assert difference(found, wanted) < 1e-5
 
 
-def _with_experts(tp: int, ep: int) -> tuple[Any, int]:
-    """A model with both plans of transformers, and this rank's number along dp."""
-    world = init_device_mesh("cpu", (4 // tp, tp), mesh_dim_names=(f"dp beside {ep}", f"tp beside {ep}"))
-    dp_mesh, tp_mesh = world[f"dp beside {ep}"], world[f"tp beside {ep}"]
-    experts = init_device_mesh("cpu", (4 // ep, ep), mesh_dim_names=(f"same {ep}", f"experts {ep}"))[f"experts {ep}"]
+def _with_experts() -> tuple[Any, int]:
+    """A model with both of transformers' plans, its experts over all ranks, and this rank's number along dp."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp beside experts", "tp beside experts"))
+    dp_mesh, tp_mesh = world["dp beside experts"], world["tp beside experts"]
     model, weights = _made("qwen3 moe"), _made("qwen3 moe").state_dict()
     tp_plan = {key: style for key, style in model.tp_plan.items() if "experts" not in key}
     apply_tensor_parallelism(model, tp_mesh, model._expand_parallel_plan(tp_plan))
-    plan = model._expand_parallel_plan(model.ep_plan)
-    apply_expert_parallelism(model, experts, tp_mesh, plan, "all_reduce" if ep == tp else "all_to_all")
+    experts = init_device_mesh("cpu", (1, 4), mesh_dim_names=("same", "experts"))["experts"]
+    apply_expert_parallelism(model, experts, tp_mesh, model._expand_parallel_plan(model.ep_plan), "all_to_all")
     _copy_into_parts(model, weights)
     return StreamShard(model, mesh=dp_mesh, precision="fp32"), dp_mesh.get_local_rank()
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("tp", "ep"), [(2, 2), (2, 4)], ids=str)
-def test_tensor_parallelism_with_experts_trains_what_one_process_trains(
-    context: RankContext, tp: int, ep: int, tmp_path: Path
-) -> None:
-    """transformers' plans for both: the ranks of the experts are a tensor parallel group, or all ranks.
-
-    A checkpoint loads where all ranks shard the model, and back.
-    """
-    model, place = _with_experts(tp, ep)
-    norms, found = _train(model, place, 4 // tp)
+def test_tensor_parallelism_with_experts_trains_what_one_process_trains(context: RankContext, tmp_path: Path) -> None:
+    """transformers' plans for both. A checkpoint loads where all ranks shard the model, and back."""
+    model, place = _with_experts()
+    norms, found = _train(model, place, 2)
     wanted_norms, wanted = _train(_made("qwen3 moe"))
     assert norms == pytest.approx(wanted_norms, rel=1e-5)
     assert difference(found, wanted) < 1e-5
@@ -154,13 +143,13 @@ def test_tensor_parallelism_with_experts_trains_what_one_process_trains(
     whole = StreamShard(_made("qwen3 moe"), precision="fp32")
     load_checkpoint(tmp_path / "parallel", whole)
     save_checkpoint(tmp_path / "whole", whole)
-    again, _ = _with_experts(tp, ep)
+    again, _ = _with_experts()
     load_checkpoint(tmp_path / "whole", again)
     assert difference(full_weights(whole), found) == difference(full_weights(again), found) == 0.0
 
 
 @on_ranks(4)
-def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: RankContext, tmp_path: Path) -> None:
+def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: RankContext) -> None:
     """Ranks along "tp" exchange the same tokens, each with the data ranks of its own number. Penalties too."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all of copies", "one of copies"))["one of copies"]
@@ -176,10 +165,6 @@ def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: Ra
     wanted_norms, wanted = _train(wanted_model)
     assert norms == pytest.approx(wanted_norms, rel=1e-5)
     assert difference(found, wanted) < 1e-5
-    save_checkpoint(tmp_path / "run", model)
-    whole = StreamShard(_made("qwen3 moe"), precision="fp32")
-    load_checkpoint(tmp_path / "run", whole)
-    assert difference(full_weights(whole), found) == 0.0
     norms = []
     for trained, rows in ((model, _rows()[0].chunk(2)[place]), (wanted_model, _rows()[0])):
         loss = trained(input_ids=rows, labels=rows).loss
@@ -191,7 +176,7 @@ def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: Ra
 @on_ranks(4)
 def test_penalties_on_experts_beside_tensor_parallelism_have_the_gradients_of_one_process(context: RankContext) -> None:
     """Gradients are summed, not averaged, over two data-parallel ranks."""
-    model, place = _with_experts(2, 4)
+    model, place = _with_experts()
     model.set_gradient_divide_factor(1.0)
     norms = []
     for trained, rows in ((model, _rows()[0].chunk(2)[place]), (_made("qwen3 moe"), _rows()[0])):
@@ -205,10 +190,8 @@ def _mixtral_on(dp: int, tp: int) -> tuple[Any, torch.optim.Optimizer]:
     """A model with experts that tensor parallelism cuts, and its optimizer."""
     world = init_device_mesh("cpu", (dp, tp), mesh_dim_names=(f"dp {dp} of experts", f"tp {tp} of experts"))
     dp_mesh, tp_mesh = (world[name] for name in world.mesh_dim_names or ())
-    model = _made("mixtral")
-    if tp > 1:
-        model = _parallel("mixtral", tp_mesh)
-        assert "_StridedShard" in str(model.model.layers[0].mlp.experts.gate_up_proj.placements)
+    model = _parallel("mixtral", tp_mesh)
+    assert "_StridedShard" in str(model.model.layers[0].mlp.experts.gate_up_proj.placements)
     model = StreamShard(model, mesh=dp_mesh, precision="fp32")
     return model, _adam(model)
 
@@ -223,20 +206,19 @@ def test_packed_experts_load_on_meshes_of_other_shapes(context: RankContext, tmp
     weights, state = full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
     save_checkpoint(tmp_path / "run", model, optimizer)
     export_safetensors(model, tmp_path / "export")
-    for shape in ((1, 4), (4, 1)):
-        other, own = _mixtral_on(*shape)
-        load_checkpoint(tmp_path / "run", other, own)
-        loaded, _ = _mixtral_on(*shape)
-        load_safetensors(loaded, tmp_path / "export")
-        for found in (other, loaded):
-            assert difference(full_weights(found), weights) == 0.0
-        assert_same_state(full_optimizer_state_dict(other, own, rank0_only=False), state)
+    other, own = _mixtral_on(1, 4)
+    load_checkpoint(tmp_path / "run", other, own)
+    loaded, _ = _mixtral_on(1, 4)
+    load_safetensors(loaded, tmp_path / "export")
+    for found in (other, loaded):
+        assert difference(full_weights(found), weights) == 0.0
+    assert_same_state(full_optimizer_state_dict(other, own, rank0_only=False), state)
     plain = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "export")
     assert difference(plain.state_dict(), weights) == 0.0
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
 def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains(
     context: RankContext, sizes: tuple[int, int]
 ) -> None:
@@ -245,8 +227,7 @@ def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains
         dp, tp = sizes
         config = ParallelismConfig(dp_shard_size=dp, tp_size=tp)
         accelerator = StreamShardAccelerator(parallelism_config=config, precision="fp32")
-        mesh = accelerator.torch_device_mesh
-        model = _parallel("llama", mesh["tp"]) if tp > 1 else _made()
+        model = _parallel("llama", accelerator.torch_device_mesh["tp"])
         optimizer = _adam(model)
         loader = DataLoader(torch.cat(_rows()), batch_size=4 // dp)  # type: ignore[arg-type]  # rows
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -260,22 +241,9 @@ def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains
         told = everywhere({name: float(each.sum()) for name, each in full_weights(model).items()})
         assert all(each == told[0] for each in told)
         assert len(loader) == STEPS
-
-
-@on_ranks(4)
-def test_metrics_get_each_row_once(context: RankContext) -> None:
-    """Of seven rows, as tensors and as objects, although the ranks of a tensor parallel group have the same rows."""
-    with launched(context):
-        config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-        accelerator = StreamShardAccelerator(parallelism_config=config)
-        model = _parallel("llama", accelerator.torch_device_mesh["tp"])
-        _, loader = accelerator.prepare(model, DataLoader(torch.arange(7), batch_size=2))  # type: ignore[arg-type]
-        rows, texts = [], []
-        for own in loader:
-            assert len(accelerator.gather(own)) == 4 * len(own)
-            texts += accelerator.gather_for_metrics([f"row {row}" for row in own])
-            rows += accelerator.gather_for_metrics({"row": own})["row"].tolist()
-        assert rows == list(range(7)) and texts == [f"row {row}" for row in range(7)]
+        loader = accelerator.prepare(DataLoader(range(7), batch_size=2))  # type: ignore[arg-type]
+        texts = [text for own in loader for text in accelerator.gather_for_metrics([f"row {row}" for row in own])]
+        assert texts == [f"row {row}" for row in range(7)]  # each once
 
 
 @on_ranks(2)
@@ -288,14 +256,6 @@ def test_a_reference_model_with_dtensors_is_prepared_for_evaluation(context: Ran
         assert all(param.requires_grad for param in prepared.parameters())
         with torch.no_grad():
             assert prepared(input_ids=_rows()[0]).logits.shape == (4, 10, WORDS)
-
-
-@on_ranks(4)
-def test_context_parallel_ranks_of_a_parallelism_config_share_the_shards(context: RankContext) -> None:
-    """Two data ranks and two of context parallelism make a shard group of four."""
-    with launched(context):
-        accelerator = StreamShardAccelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
-        assert "over 4 ranks" in repr(accelerator.prepare(_made()))
 
 
 @on_ranks(2)

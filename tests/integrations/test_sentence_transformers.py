@@ -36,23 +36,26 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _bert(directory: Path) -> str:
-    """A tiny BERT with its tokenizer, in a directory."""
-    from transformers import BertConfig, BertModel
+def _saved(directory: Path, name: str = "BertModel") -> str:
+    """A tiny BERT, with a head if its name says so, and its tokenizer, in a directory."""
+    import transformers
 
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1}
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 24}
-    where = directory / "bert"
+    where = directory / name
     if dist.get_rank() == 0 and not where.exists():
         torch.manual_seed(0)
-        BertModel(BertConfig(**sizes, **off)).save_pretrained(where)
-        make_tokenizer().save_pretrained(where)
+        getattr(transformers, name)(transformers.BertConfig(**sizes, **off)).save_pretrained(where)
+        tokenizer = make_tokenizer()
+        if name != "BertModel":
+            tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "</s>", "mask_token": "w56"})
+        tokenizer.save_pretrained(where)
     dist.barrier()
     return str(where)
 
 
 def _sentences(directory: Path, *more: Any) -> Any:
-    layers = [modules.Transformer(_bert(directory)), modules.Pooling(16, "mean"), *more, modules.Normalize()]
+    layers = [modules.Transformer(_saved(directory)), modules.Pooling(16, "mean"), *more, modules.Normalize()]
     return st.SentenceTransformer(modules=layers, device="cpu")
 
 
@@ -78,62 +81,45 @@ def _with_dense(directory: Path) -> Any:
 
 
 _CLASSES = [number % 3 for number in range(16)]
-_CASES: dict[str, tuple[Callable[[Path], Any], Any, Callable[[Any], Any]]] = {
-    "pairs": (_sentences, None, lambda model: losses.MultipleNegativesRankingLoss(model)),
-    "cached": (*(_with_dense, None), lambda model: losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1)),
-    "a head in the loss": (_sentences, _CLASSES, lambda model: losses.SoftmaxLoss(model, 16, 3)),
-}
+
+
+def _cached(model: Any) -> Any:
+    return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1)
+
+
+def _with_head(model: Any) -> Any:
+    return losses.SoftmaxLoss(model, 16, 3)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("case", "optim"), [*((case, "adamw_torch") for case in _CASES), ("a head in the loss", "adafactor")]
-)
-def test_losses_equal_ddp(context: RankContext, case: str, optim: str, tmp_path: Path) -> None:
-    """Losses, norms, weights; those that run several forwards for one backward, or have weights of their own, too."""
-    build, labels, loss = _CASES[case]
-    runs = []
+@pytest.mark.parametrize("loss", [_cached, _with_head])
+def test_losses_equal_ddp(context: RankContext, loss: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Losses, norms, weights: of several forwards for one backward; of a loss with weights of its own, by Adafactor."""
+    runs, is_cached = [], loss is _cached
+    options = {"per_device_train_batch_size": 4, "optim": "adamw_torch" if is_cached else "adafactor"}
     with launched(context), _quiet():
         for each in and_sharded(st.SentenceTransformerTrainer):
-            model = build(tmp_path)
+            model = (_with_dense if is_cached else _sentences)(tmp_path)
             for name, param in model.named_parameters():  # its gradient is rounding of zero, which Adafactor scales up
-                param.requires_grad_(optim != "adafactor" or "key.bias" not in name)
+                param.requires_grad_(is_cached or "key.bias" not in name)
             torch.manual_seed(3)
-            options = {"per_device_train_batch_size": 4, "optim": optim}
-            runs.append(_train(each, model, tmp_path, _data(labels), loss(model), **options))
+            runs.append(_train(each, model, tmp_path, _data(None if is_cached else _CLASSES), loss(model), **options))
     theirs, ours = runs
     assert isinstance(ours.trainer.model, StreamShard)
     assert_equal(ours, theirs)
 
 
-def _saved_bert(directory: Path, name: str) -> str:
-    """A tiny BERT with a head, and its tokenizer, in a directory."""
-    import transformers
-
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 24}
-    where = directory / name
-    if dist.get_rank() == 0 and not where.exists():
-        torch.manual_seed(0)
-        getattr(transformers, name)(transformers.BertConfig(**sizes, **off)).save_pretrained(where)
-        tokenizer = make_tokenizer()
-        tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "</s>", "mask_token": "w56"})
-        tokenizer.save_pretrained(where)
-    dist.barrier()
-    return str(where)
-
-
 def _cross_encoder(directory: Path) -> tuple[Any, Any, Any]:
     from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
-    model = st.CrossEncoder(_saved_bert(directory, "BertForSequenceClassification"), num_labels=1, device="cpu")
+    model = st.CrossEncoder(_saved(directory, "BertForSequenceClassification"), num_labels=1, device="cpu")
     return model, BinaryCrossEntropyLoss(model), _data([number / 16 for number in range(16)])
 
 
 def _sparse_encoder(directory: Path) -> tuple[Any, Any, Any]:
     from sentence_transformers.sparse_encoder import losses as sparse
 
-    model = st.SparseEncoder(_saved_bert(directory, "BertForMaskedLM"), device="cpu")
+    model = st.SparseEncoder(_saved(directory, "BertForMaskedLM"), device="cpu")
     ranking = sparse.SparseMultipleNegativesRankingLoss(model)
     return model, sparse.SpladeLoss(model, ranking, 3e-3, 5e-3), _data()
 
@@ -151,20 +137,16 @@ def _several_tasks(directory: Path) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("build", [_cross_encoder, _sparse_encoder, _several_tasks])
 def test_what_its_scripts_do_equals_ddp(context: RankContext, build: Any, tmp_path: Path) -> None:
     """Train, save on the way and at the end, load the saved directory."""
-    kinds = {_cross_encoder: st.CrossEncoderTrainer, _sparse_encoder: st.SparseEncoderTrainer}
-    settings = {
-        _cross_encoder: st.CrossEncoderTrainingArguments,
-        _sparse_encoder: st.SparseEncoderTrainingArguments,
-        _several_tasks: st.SentenceTransformerTrainingArguments,
-    }
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "arguments_class": settings[build]}
+    kind = {_cross_encoder: "CrossEncoder", _sparse_encoder: "SparseEncoder"}.get(build, "SentenceTransformer")
+    options: dict[str, Any] = {"arguments_class": getattr(st, f"{kind}TrainingArguments"), "save_strategy": "steps"}
+    options["save_steps"] = 2
     if build is _several_tasks:
         options["multi_dataset_batch_sampler"] = "round_robin"
     if build is _cross_encoder:
         options["ddp_find_unused_parameters"] = False  # DistributedDataParallel raises otherwise
     runs, found = [], []
     with launched(context), _quiet():
-        for each in and_sharded(kinds.get(build, st.SentenceTransformerTrainer)):
+        for each in and_sharded(getattr(st, f"{kind}Trainer")):
             model, loss, data = build(tmp_path)
             out = tmp_path / each.__name__
             runs.append(train(each, model, out, data, given={"loss": loss}, **options))
@@ -192,42 +174,33 @@ def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp
     saving |= {"greater_is_better": False}  # so that the best is not the last
 
     def given() -> dict[str, Any]:
-        evaluator = EmbeddingSimilarityEvaluator(
-            make_texts(9, (3, 9), 2),
-            make_texts(9, (3, 9), 3),
-            scores,
-            batch_size=2,
-            write_csv=False,
-            show_progress_bar=False,
-        )
+        texts = (make_texts(9, (3, 9), seed) for seed in (2, 3))
+        options = {"batch_size": 2, "write_csv": False, "show_progress_bar": False}
+        evaluator = EmbeddingSimilarityEvaluator(*texts, scores, **options)
         return {"eval_dataset": _data(), "evaluator": evaluator}
 
     with launched(context), _quiet():
         runs, encoded = [], []
-        for each in and_sharded(st.SentenceTransformerTrainer):
-            model = _with_dense(tmp_path)
+        theirs_class, ours_class = and_sharded(st.SentenceTransformerTrainer)
+        for each, resume in ((theirs_class, False), (ours_class, False), (ours_class, True)):
+            model, out = _with_dense(tmp_path), tmp_path / each.__name__
             loss = losses.MultipleNegativesRankingLoss(model)
-            run = _train(each, model, tmp_path, _data(), loss, given=given(), **saving, max_steps=4)
-            run.trainer.save_model()
-            dist.barrier()
-            found = st.SentenceTransformer(str(tmp_path / each.__name__), device="cpu")
-            encoded += [run.trainer.model.encode(make_texts(5, (3, 9), 4)), found.encode(make_texts(5, (3, 9), 4))]
-            model = _with_dense(tmp_path)
-            loss = losses.MultipleNegativesRankingLoss(model)
-            resume = tmp_path / each.__name__ / "checkpoint-2"
-            runs += [
-                run,
-                _train(each, model, tmp_path, _data(), loss, given=given(), **saving, max_steps=4, resume=resume),
-            ]
+            options = {**saving, "max_steps": 4, "resume": out / "checkpoint-2" if resume else None}
+            runs.append(_train(each, model, tmp_path, _data(), loss, given=given(), **options))
+            if not resume:
+                runs[-1].trainer.save_model()
+                dist.barrier()
+                found = st.SentenceTransformer(str(out), device="cpu")
+                encoded += [one.encode(make_texts(5, (3, 9), 4)) for one in (runs[-1].trainer.model, found)]
     assert all(run.trainer.state.best_model_checkpoint.endswith("checkpoint-2") for run in runs)
-    assert_equal(runs[2], runs[0])
-    assert_equal(runs[3], runs[1], resumed=True)
+    theirs, ours, resumed = runs
+    assert_equal(ours, theirs)
+    assert_equal(resumed, ours, resumed=True)
     for one in encoded[1:]:
         torch.testing.assert_close(one, encoded[0], rtol=1e-4, atol=2e-6)
-    theirs, ours = (tmp_path / each.__name__ for each in and_sharded(st.SentenceTransformerTrainer))
-    for directory in (ours, ours / "checkpoint-4"):
-        other = theirs / directory.relative_to(ours)
-        assert {path.name for path in directory.iterdir()} == {path.name for path in other.iterdir()}
+    own, other = (tmp_path / each.__name__ for each in (ours_class, theirs_class))
+    for name in ("", "checkpoint-4"):
+        assert {path.name for path in (own / name).iterdir()} == {path.name for path in (other / name).iterdir()}
 
 
 @on_ranks(2)

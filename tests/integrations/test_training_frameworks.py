@@ -158,24 +158,17 @@ def test_llamafactorys_backend_trains_as_ddp_saves_and_continues(
     StreamShardBackend.save_checkpoint(model, optimizer, str(tmp_path / "checkpoint"), **options)
     files = {file.name for file in (tmp_path / "checkpoint" / "hf_model").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= files
+    refused = make_model("llama")
+    refused._init_mode = "init_on_rank0"
+    with pytest.raises(ConfigError, match="take init_on_meta"):
+        StreamShardBackend.shard_model(refused, {"name": "fsdp2"})
     other = make()
     resumed = torch.optim.AdamW(other.parameters(), lr=1e-2)
     StreamShardBackend.load_checkpoint(other, resumed, str(tmp_path / "checkpoint"))
     assert _steps(other, resumed, context.rank, 2) == _steps(model, optimizer, context.rank, 2)
 
 
-@on_ranks(2)
-def test_llamafactorys_models_from_rank_0_raise(context: RankContext) -> None:
-    from streamshard.integrations.llamafactory import StreamShardBackend
-
-    model = make_model("llama")
-    model._init_mode = "init_on_rank0"
-    with pytest.raises(ConfigError, match="take init_on_meta"):
-        StreamShardBackend.shard_model(model, {"name": "fsdp2"})
-
-
-@pytest.mark.parametrize("module", ["interface", "hub"])
-def test_llamafactorys_registry_gets_the_backend(module: str) -> None:
+def test_llamafactorys_registry_gets_the_backend() -> None:
     """Of 0.9.5 (``hub``), and of later versions."""
     registry: dict[Any, Any] = {}
 
@@ -186,14 +179,15 @@ def test_llamafactorys_registry_gets_the_backend(module: str) -> None:
         def register(self, *method: str) -> Any:
             return lambda made: registry.update({(self.name, *method): made})
 
-    name = f"llamafactory__v1__plugins__trainer_plugins__distributed__{module}"
-    module_name = "streamshard.integrations.llamafactory"
-    ours, stand_ins = _with_stand_ins(module_name, **{name: {"DistributedPlugin": DistributedPlugin}})
-    with mock.patch.dict(sys.modules, stand_ins):
-        ours.register()
-    if module == "interface":
-        assert registry == {("fsdp2",): ours.StreamShardBackend}
-    else:
-        methods = ("save_model", "save_checkpoint", "load_checkpoint")
-        wanted = {("fsdp2", method): getattr(ours.StreamShardBackend, method) for method in methods}
-        assert registry == {("fsdp2",): ours.StreamShardBackend.shard_model, **wanted}
+    for module in ("interface", "hub"):
+        registry.clear()
+        name = f"llamafactory__v1__plugins__trainer_plugins__distributed__{module}"
+        contents = {name: {"DistributedPlugin": DistributedPlugin}}
+        ours, stand_ins = _with_stand_ins("streamshard.integrations.llamafactory", **contents)
+        with mock.patch.dict(sys.modules, stand_ins):
+            ours.register()
+        backend, methods = ours.StreamShardBackend, ("save_model", "save_checkpoint", "load_checkpoint")
+        wanted = {("fsdp2", method): getattr(backend, method) for method in methods}
+        assert registry == (
+            {("fsdp2",): backend} if module == "interface" else {("fsdp2",): backend.shard_model, **wanted}
+        )

@@ -79,23 +79,18 @@ def _llama(**sizes: Any) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("packing", [None, "bfd"])
-def test_sft_equals_ddp(context: RankContext, packing: str | None, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_length": 16}
-    if packing is not None:
-        options |= {"packing": True, "packing_strategy": packing}
+def test_sft_equals_ddp(context: RankContext, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_length": 16, "packing": True, "packing_strategy": "bfd"}
     with launched(context):
         _compare(tmp_path, "SFTTrainer", _texts(32), "SFTConfig", _llama, **options)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
-def test_adapters_are_saved_and_go_on_as_with_ddp(context: RankContext, optim: str, tmp_path: Path) -> None:
+def test_adapters_are_saved_and_go_on_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
     """Each goes on from the other's checkpoint; what is saved is what PEFT loads."""
     from peft import LoraConfig, PeftModel
 
     saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
-    saving["optim"] = optim
     data = _texts()
 
     def given() -> dict[str, Any]:
@@ -115,7 +110,7 @@ def test_adapters_are_saved_and_go_on_as_with_ddp(context: RankContext, optim: s
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reference", ["given", "synced", "adapters", "precomputed"])
+@pytest.mark.parametrize("reference", ["synced", "precomputed"])
 def test_dpo_equals_ddp(context: RankContext, reference: str, tmp_path: Path) -> None:
     """The reference is sharded too. A model that computes in the constructor is sharded for that."""
     from datasets import load_from_disk
@@ -130,12 +125,12 @@ def test_dpo_equals_ddp(context: RankContext, reference: str, tmp_path: Path) ->
             data.save_to_disk(tmp_path / "data")
         dist.barrier()
         data = load_from_disk(tmp_path / "data")
-    is_sharded: list[bool] = []
-    if reference == "synced":
+    else:
         options |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    is_sharded: list[bool] = []
 
     def given() -> dict[str, Any]:
-        if reference in ("adapters", "precomputed"):
+        if reference == "precomputed":
             return {"peft_config": LoraConfig(r=4, target_modules="all-linear")}
         references.append(_llama())
         return {"ref_model": references[-1]}
@@ -154,8 +149,7 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> None:
+def test_grpo_equals_ddp(context: RankContext, tmp_path: Path) -> None:
     """With completions that end at different lengths on the ranks; the reference is loaded from the model's path."""
     from transformers import AutoModelForCausalLM
 
@@ -167,7 +161,7 @@ def test_grpo_equals_ddp(context: RankContext, beta: float, tmp_path: Path) -> N
             *(tmp_path, "GRPOTrainer", _preferences().select_columns("prompt"), "GRPOConfig"),
             lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
             lambda: {"reward_funcs": _reward},
-            beta=beta,
+            beta=0.1,
             num_generations=2,
             max_completion_length=24,
             generation_kwargs={"sequence_bias": [[[2], 2.0]]},  # the end, now and then
@@ -242,9 +236,8 @@ def test_distillation_is_refused_because_it_reads_the_teachers_head(context: Ran
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("own_share", [0.0, 1.0])
-def test_gkd_distils_as_with_ddp(context: RankContext, own_share: float, tmp_path: Path) -> None:
-    """From the teacher's logits: for texts of the data, and for texts that the student writes."""
+def test_gkd_distils_as_with_ddp(context: RankContext, tmp_path: Path) -> None:
+    """From the teacher's logits, for texts that the student writes."""
     gkd: Any = pytest.importorskip("trl.experimental.gkd", reason="needs TRL's GKDTrainer")
     from datasets import Dataset
 
@@ -255,7 +248,7 @@ def test_gkd_distils_as_with_ddp(context: RankContext, own_share: float, tmp_pat
         for each in and_sharded(gkd.GKDTrainer):
             teacher = make_model("llama", num_hidden_layers=2)
             given = {"teacher_model": teacher, "processing_class": make_tokenizer()}
-            options = {"lmbda": own_share, "max_new_tokens": 6, "max_length": 32, _checkpointing(): False}
+            options = {"lmbda": 1.0, "max_new_tokens": 6, "max_length": 32, _checkpointing(): False}
             arguments: Any = {"arguments_class": gkd.GKDConfig, "bf16": False, **options}
             runs.append(train(each, _llama(), tmp_path / each.__name__, data, given=given, **arguments))
     theirs, ours = runs

@@ -52,12 +52,11 @@ def _run(context: RankContext, path: str, fault: str = "", *, tokens_of: int = 0
 
 
 def test_runs_of_the_same_numbers_write_the_same_digests(ranks: Any, tmp_path: Path, capsys: Any) -> None:
-    paths = [str(tmp_path / f"{count}.jsonl") for count in (1, 2, 3)]
-    for count, path in zip((1, 2, 3), paths, strict=True):
+    paths = [str(tmp_path / f"{count}.jsonl") for count in (1, 3)]
+    for count, path in zip((1, 3), paths, strict=True):
         ranks(count).run(_run, path)
-    for path in paths[1:]:
-        assert main(["compare", paths[0], path]) == 0
-        assert capsys.readouterr().out == "equal: 3 steps, 53 parameters\n"
+    assert main(["compare", *paths]) == 0
+    assert capsys.readouterr().out == "equal: 3 steps, 53 parameters\n"
     lines = Path(paths[0]).read_text().splitlines()
     assert len(lines) == 1 + STEPS * 5 and '"losses"' in lines[1]
 

@@ -22,16 +22,6 @@ def _shared(ranks: int) -> HostBytes:
     return HostBytes(P // ranks, 2 * P // ranks, 0, 2 * P // ranks, 2 * P // ranks)
 
 
-def test_weights_hide_beside_a_forward_from_flops_over_link() -> None:
-    """2 bytes per parameter take 2 P / B, computing takes 2 P T / F: 8k to 12k tokens on PCIe 5, whatever P is."""
-    for numel in (P, 10 * P):
-        inputs = HostBytes(numel, 2 * numel, 0, 2 * numel, 2 * numel)
-        forward = predict(inputs, _load(micro_batches=2, used=numel), H100).passes[2]
-        assert forward.name == "further forward"
-        assert forward.hidden_tokens == pytest.approx(H100.flops / H100.link)
-        assert 8_000 <= forward.hidden_tokens <= 12_000
-
-
 @pytest.mark.parametrize(
     ("machine", "ranks", "least", "most"),
     [("pcie5", 1, 64_000, 70_000), ("pcie5x8", 8, 13_000, 15_000), ("gh200", 1, 17_000, 19_000)],
@@ -41,12 +31,6 @@ def test_a_step_hides_beside_one_forward_from_so_many_tokens(machine: str, ranks
     told = predict(_shared(ranks), _load(), MACHINES[machine])
     assert least <= told.hidden_tokens <= most
     assert told.hidden_tokens == pytest.approx(told.passes[0].hidden_tokens, abs=1)
-
-
-def test_a_mixture_of_experts_needs_more_tokens() -> None:
-    """By its total parameters / those that a token uses."""
-    dense, sparse = (predict(DENSE, _load(used=used), H100).hidden_tokens for used in (P, P / 10))
-    assert sparse == pytest.approx(10 * dense, rel=1e-4)
 
 
 def test_bytes_are_those_of_the_design() -> None:
@@ -70,26 +54,11 @@ def test_flops_are_6_or_8_per_parameter_and_token_and_causal_attention() -> None
     assert (load.forward_flops, load.backward_flops) == (2 * 2 * 2048 * 128 * 3, 2 * 2 * 2 * 2048 * 128 * 3)
 
 
-def test_large_micro_batches_are_as_fast_as_computing_alone() -> None:
-    """The targets of the design: 90 % with 64k tokens, 55 % with 16k."""
-    shares = []
-    for tokens in (16_384, 65_536, 131_072):
-        told = predict(DENSE, _load(tokens, is_checkpointed=True), H100)
-        shares.append(told.computing_s / told.step_s)
-        assert (told.limit, bool(told.advice)) == (("computing", False) if shares[-1] == 1 else ("link in", True))
-    assert shares[0] > 0.55 and shares[1] > 0.9 and shares[2] == 1
-
-
 def test_micro_batches_do_not_hide_a_step() -> None:
     """The same tokens in one micro-batch do."""
     told = predict(DENSE, _load(16_384, 8), H100)
     assert told.step_s > 1.1 * told.computing_s
-    assert [advice.split(":")[0] for advice in told.advice] == [
-        "larger micro-batches rather than more",
-        "device_budget",
-        "fewer trained parameters, as with LoRA",
-        "more ranks",
-    ]
+    assert told.advice[0].startswith("larger micro-batches rather than more")
     assert predict(DENSE, _load(8 * 16_384), H100).advice == []
 
 
@@ -116,14 +85,6 @@ def test_micro_batches_that_run_layer_by_layer_hide_a_step() -> None:
 def test_the_slowest_is_the_limit(change: dict[str, float], limit: str) -> None:
     told = predict(DENSE, _load(16_384), dataclasses.replace(H100, **change))  # type: ignore[arg-type]
     assert told.limit == limit
-
-
-def test_a_part_of_the_state_on_the_device_hides_the_rest() -> None:
-    """As large as the advice says."""
-    told = predict(DENSE, _load(16_384), H100)
-    (share,) = [float(advice.split()[2].rstrip("%")) / 100 for advice in told.advice if "device_budget" in advice]
-    rest = HostBytes(*(round(n * (1 - share - 0.01)) for n in dataclasses.astuple(DENSE)))
-    assert 0.5 < share < 0.9 and predict(rest, _load(16_384), H100).advice == []
 
 
 def test_frozen_weights_only_come_in() -> None:

@@ -14,21 +14,17 @@ from unittest import mock
 import pytest
 import torch
 
-from streamshard import CommunicationError, StreamShard, StreamShardError
+from streamshard import CommunicationError, StreamShard
 from streamshard.core import late_step
 from streamshard.core.host import HostState
 from streamshard.core.slots import Ledger
-from streamshard.errors import HostMemoryError, log
-from streamshard.pinned import PinnedMemory
+from streamshard.errors import log
 from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
 from tests.launched import Launched, run_script
 from tests.models import TinyConfig, TinyLM
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.ranks import RankContext, on_ranks
 from tests.reference import Call, adamw, engine_inside, lm_step
-from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
-from tests.training import test_expert_parallel as experts
-from tests.training import test_tensor_parallel as tensors
 
 OUT_OF_MEMORY = """
 import os, torch
@@ -97,65 +93,6 @@ def test_a_rank_without_memory_to_shard_a_model_says_what_it_would_hold(context:
         assert text.endswith("what makes room: fewer slots, more ranks, smaller batches, activation checkpointing")
 
 
-@on_ranks(4)
-@pytest.mark.parametrize("parallel", ["tensor parallel", "experts"])
-@pytest.mark.parametrize("left", [0, 12])
-def test_what_a_model_with_dtensors_would_hold_is_what_it_holds(context: RankContext, parallel: str, left: int) -> None:
-    """To the byte, whether memory ends before the first unit or in the middle, when some DTensors are gone."""
-
-    def made() -> Any:
-        if parallel == "experts":
-            return experts._sharded(experts._made(), 2)
-        return tensors._sharded(tensors._made(), tensors._mesh(2, 2))
-
-    allocate, allocated = Ledger.allocate, [0]
-
-    def allocate_little(self: Ledger, *args: Any, **kwargs: Any) -> torch.Tensor:
-        allocated[0] += self._streams.device.type != "meta"
-        if allocated[0] > left:
-            allocated[0] = -1000  # for the report
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return allocate(self, *args, **kwargs)
-
-    with over_sockets(), mock.patch.object(log, "error") as told:
-        wanted = str(made().memory_report())
-        with mock.patch.object(Ledger, "allocate", allocate_little), pytest.raises(torch.OutOfMemoryError):
-            made()
-    assert wanted in told.call_args.args[1]
-
-
-def test_a_rank_that_cannot_pin_host_memory_says_what_it_would_hold(ranks: RankPool) -> None:
-    """On the device, whose use torch knows, and in host memory. The others name this rank."""
-    ranks(2, group_timeout_s=1.5).run(_pin_on_rank_0)  # rank 0 waits for it in a broadcast of the played device
-
-
-def _pin_on_rank_0(context: RankContext) -> None:
-    map_block = PinnedMemory._map
-
-    def map_little(self: PinnedMemory, n_bytes: int) -> torch.Tensor:
-        if context.rank == 1:
-            raise self._failure(n_bytes, "out of memory")
-        return map_block(self, n_bytes)
-
-    with (
-        simulated_device() as device,
-        mock.patch.object(device, "max_memory_allocated", lambda _: 2**30, create=True),
-        mock.patch.object(device, "mem_get_info", lambda _: (0, 2**31), create=True),
-        mock.patch.object(PinnedMemory, "_map", map_little),
-        mock.patch.object(log, "error") as told,
-        pytest.raises(StreamShardError) as caught,
-    ):
-        StreamShard(TinyLM(), offload="state")
-    if context.rank == 0:
-        assert "rank 1 has failed: StreamShard(model) ended with HostMemoryError" in str(caught.value)
-        assert not any("what makes room" in str(call) for call in told.call_args_list)
-    else:
-        assert isinstance(caught.value, HostMemoryError)
-        text = told.call_args.args[1]
-        assert "  device  weight slots " in text and "  host    main weights " in text
-        assert "torch has allocated at most 1.00 GiB, of 2.00 GiB" in text and 'offload="state"' not in text
-
-
 @on_ranks(2)
 def test_what_is_printed_names_the_place(context: RankContext) -> None:
     """In the report, the model and the log line. Without `offload` all is in one place, which has no name."""
@@ -169,14 +106,8 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
     assert ['offload="state"' in text for text in texts] == [False, True]
     report = model.memory_report()
     rows = {" ".join(line.split()[:-4]): float(line.split()[-2]) for line in str(report).splitlines()[1:-1]}
-    wanted = {
-        "device total": report.total_bytes,
-        "device (Adam's chunks)": report.chunk_bytes,
-        "device norms": 8 * len(list(model.parameters())),
-        "host main grads": 4 * report.padded_numel // 2,
-        "host total": report.host_total_bytes,
-        "host (Adam's moments)": report.host_adam_bytes,
-    }
+    wanted = {"device total": report.total_bytes, "device (Adam's chunks)": report.chunk_bytes}
+    wanted |= {"host total": report.host_total_bytes, "host (Adam's moments)": report.host_adam_bytes}
     for name, n_bytes in wanted.items():
         assert rows[name] == pytest.approx(n_bytes / report.numel, abs=0.005), name
     assert not any(name.startswith("device main") for name in rows)
@@ -187,20 +118,9 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
         assert " 0.00 GiB per rank and 0.00 GiB of host memory; " in text % tuple(values)
 
 
-@on_ranks(1, 2)
-def test_bytes_on_the_device_do_not_depend_on_the_number_of_layers(context: RankContext) -> None:
-    """With state in host memory. Host memory grows with the layers."""
-    with simulated_device():
-        few, many = (StreamShard(TinyLM(TinyConfig(depth=depth)), offload="state").memory_report() for depth in (4, 12))
-    params = many.numel / few.numel
-    assert few.total_bytes == pytest.approx(many.total_bytes, rel=0.05)  # flags and norms: some bytes a parameter
-    assert many.host_total_bytes > 0.9 * params * few.host_total_bytes > few.host_total_bytes
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("chunk_numel", [100, 1 << 24])
-def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext, chunk_numel: int) -> None:
-    """Exactly, if the two chunks that are there at once are full."""
+def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext) -> None:
+    """Exactly: the two chunks that are there at once are full."""
     held, chunk = [0], HostState.chunk
 
     @contextlib.contextmanager
@@ -212,7 +132,7 @@ def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext, chunk
 
     with (
         simulated_device(),
-        mock.patch.object(late_step, "CHUNK_NUMEL", chunk_numel),
+        mock.patch.object(late_step, "CHUNK_NUMEL", 100),
         mock.patch.object(HostState, "chunk", measured),
     ):
         model: Any = StreamShard(TinyLM(TinyConfig(vocabulary=160)), offload="state")  # no unit is padded
@@ -220,8 +140,7 @@ def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext, chunk
         for step in range(3):
             lm_step(model, Call(step, context.rank, 2, 1.0))
             optimizer.step()
-        wanted = model.memory_report().chunk_bytes
-    assert max(held) == wanted if chunk_numel == 100 else wanted // 2 < max(held) <= wanted
+        assert max(held) == model.memory_report().chunk_bytes
 
 
 def test_an_error_that_quotes_another_rank_is_not_this_ranks_memory() -> None:

@@ -26,11 +26,11 @@ from streamshard.config import ReductionMode
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.tools.activations import Activations, estimate_activations
 from streamshard.tools.command import main
-from streamshard.tools.fit import Room, Stage, choose, fewer_tokens, fewest_ranks
+from streamshard.tools.fit import Stage
 from streamshard.tools.host_time import MACHINES, Step
 from streamshard.tools.model_source import builder_of
 from streamshard.tools.plan import Plan
-from tests.integrations.models import FAMILIES, make_model
+from tests.integrations.models import make_model
 from tests.launched import ROOT
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
@@ -80,10 +80,9 @@ def _check(
     ("world_size", "transport", "precision"),
     [
         (1, "shared-memory", "bf16"),
-        *((2, "shared-memory", precision) for precision in ("fp32", "16-bit wire")),
-        *((2, "sockets", precision) for precision in ("16-bit wire",)),
-        *((2, "nccl", precision) for precision in PRECISIONS),
-        (3, "sockets", "bf16"),
+        (2, "shared-memory", "16-bit wire"),
+        *((2, "nccl", precision) for precision in ("bf16", "16-bit wire", "16-bit")),
+        (3, "sockets", "fp32"),
     ],
 )
 def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: str, precision: str) -> None:
@@ -95,20 +94,13 @@ def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: s
             _check(MODELS[name], context.world_size, transport, precision=PRECISIONS[precision])
 
 
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "transport", "in_order"),
-    [
-        *((4, transport, False) for transport in ("shared-memory", "sockets", "nccl")),
-        *((2, "shared-memory", True), (2, "nccl", True), (4, "nccl", True)),
-    ],
-)
+@on_ranks(4)
+@pytest.mark.parametrize(("transport", "in_order"), [("shared-memory", False), ("nccl", True)])
 def test_a_plan_of_two_replicas_equals_the_live_memory_report(
     context: RankContext, transport: str, in_order: bool
 ) -> None:
     """Also in rank order, where main grads have memory beside "all" gradient slots, and cut over replicas too."""
-    way = {"sockets": over_sockets, "nccl": simulated_device}.get(transport, nullcontext)
-    with way():  # type: ignore[operator]  # each makes a context
+    with simulated_device() if transport == "nccl" else nullcontext():
         mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
         for dtype in (torch.bfloat16, torch.float32):
             precision = Precision(param_dtype=dtype, grad_dtype=torch.float32, sums_in_rank_order=in_order)
@@ -118,7 +110,7 @@ def test_a_plan_of_two_replicas_equals_the_live_memory_report(
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), *((2, each) for each in PRECISIONS), (3, "bf16")])
+@pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "bf16"), (2, "16-bit wire")])
 def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext, precision: str) -> None:
     """Bytes on the device and in host memory, of every category, and of a step's chunks; also with a device budget."""
     for number, name in enumerate(MODELS if precision == "bf16" else ("frozen", "adapters")):
@@ -136,11 +128,10 @@ def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_plan_of_a_transformers_model_equals_the_live_memory_report(context: RankContext, family: str) -> None:
+def test_a_plan_of_a_transformers_model_equals_the_live_memory_report(context: RankContext) -> None:
     """Also with its own wishes for fp32, and tied weights."""
     pytest.importorskip("transformers")
-    _check(lambda: make_model(family), context.world_size, "shared-memory")
+    _check(lambda: make_model("t5"), context.world_size, "shared-memory")
 
 
 @on_ranks(2)
@@ -190,7 +181,7 @@ def _half_frozen() -> nn.Module:
 
 
 @on_ranks()
-@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (3, {}), (2, {"offload": "state"})])
+@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (2, {"offload": "state"})])
 def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[str, Any]) -> None:
     """All-gathers, reductions and bytes of a training step, counted as they are issued."""
     models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
@@ -199,7 +190,7 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
         (Stack, stack_step),
         (lambda: nn.Sequential(*(Layer(DIM) for _ in range(5))), stack_step),  # nothing in the root unit
     )
-    all_slots = SLOTS[: 2 if settings else 4] if context.world_size == 2 else SLOTS[:1]
+    all_slots = SLOTS[: 2 if settings else 4]
     # Each model at one number of slots, and the first at all.
     cells = {(place, place % len(all_slots)) for place in range(len(models))}
     for model_number, number in sorted(cells | {(0, number) for number in range(len(all_slots))}):
@@ -222,8 +213,7 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("transport", ["shared-memory", "nccl"])
-def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: RankContext, transport: str) -> None:
+def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: RankContext) -> None:
     """Memory with the sums, and collectives. A loop sends what the plan says too, in ``no_sync()`` but for its end."""
 
     def build() -> nn.Module:
@@ -242,11 +232,11 @@ def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: Rank
     def accumulate(model: Any) -> None:
         model.accumulate(range(4), loss_of)
 
-    stages = plan(build, 2, transport=transport, weight_slots=3, accumulate=4).stages
+    stages = plan(build, 2, transport="nccl", weight_slots=3, accumulate=4).stages
     cells = [(*each, accumulate) for each in zip(stages, SLOTS, strict=True)]
-    cells += [(*each[:2], loop) for each in cells[transport == "nccl" :: 2]]
+    cells += [(*cells[0][:2], loop), (*cells[3][:2], loop)]
     for stage, slots, step in cells:
-        with case((slots, step.__name__)), simulated_device() if transport == "nccl" else nullcontext():
+        with case((slots, step.__name__)), simulated_device():
             model = StreamShard(build(), **slots)
             engine = engine_inside(model)
             for _ in range(3):
@@ -276,7 +266,8 @@ def _config(directory: Path, **sizes: Any) -> Path:
 
 def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None:
     """commands.md: the whole table; dial.md: its parts; README.md: the peak with gradients that have no slot yet."""
-    planned = plan(builder_of(str(_config(tmp_path))), 8)
+    build = builder_of(str(_config(tmp_path)))
+    planned = plan(build, 8)
     assert str(planned) in (ROOT / "docs/guide/commands.md").read_text()
     zero_3 = planned.stages[0]
     layer, head = 218_112_000, 525_336_576
@@ -291,12 +282,6 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
     assert f"StreamShard takes {peak} GiB on 8 ranks, " in readme
     assert f"main grads have no memory yet: {first} GiB" in readme
     assert f"State and buffers are {end} GiB" in readme
-    assert [(unit.name, unit.count, unit.is_resident) for unit in planned.units] == [
-        ("the root unit", 1, True),
-        ("model.embed_tokens", 1, False),
-        ("LlamaDecoderLayer", 32, False),
-        ("lm_head", 1, False),
-    ]
     # 32 layers in forward, 31 in backward, embedding, head and root unit once; 7/8 of 2 bytes, and 4 for gradients.
     assert (zero_3.all_gathers, zero_3.reductions) == (66, 35)
     kept = 218_112_000 + 2 * 525_336_576 + 4096
@@ -305,38 +290,25 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
         (planned.stages[-1], 6 * planned.numel),
     ):
         assert 7 * least // 8 <= stage.sent_bytes <= 1.0001 * 7 * least // 8  # but for padding
-
-
-def test_sums_in_rank_order_take_no_more_memory_and_send_half_of_the_gradients_bytes(tmp_path: Path) -> None:
-    """dial.md: within a machine."""
-    ours, in_order = (
-        plan(builder_of(str(_config(tmp_path))), 8, precision=Precision(sums_in_rank_order=each)).stages[0]
-        for each in (False, True)
-    )
-    assert in_order.total_bytes == ours.total_bytes
-    assert ours.sent_bytes - in_order.sent_bytes == pytest.approx(7 / 8 * 2 * 8.03e9, rel=1e-3)
+    in_order = plan(build, 8, precision=Precision(sums_in_rank_order=True)).stages[0]
+    assert in_order.total_bytes == zero_3.total_bytes  # and half of the gradients' bytes are sent
+    assert zero_3.sent_bytes - in_order.sent_bytes == pytest.approx(7 / 8 * 2 * planned.numel, rel=1e-3)
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same numbers, of a config or its directory."""
-    config = _config(tmp_path)
-    command = ["plan", str(config), "--ranks", "8", "--slots", "4", "--budget", "30GiB"]
+    command = ["plan", str(_config(tmp_path)), "--ranks", "8", "--slots", "4", "--budget", "30GiB"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:1] == ["activations are not counted: give batch and seq"]
-    assert lines[1] == "LlamaForCausalLM: 8,030,261,248 parameters on 8 ranks, over nccl"
-    assert "32 x LlamaDecoderLayer, each         218,112,000      0.41 GiB  streamed" in lines
+    assert lines[0] == "activations are not counted: give batch and seq"
     rows = {line[:24].strip(): line[24:].split() for line in lines if line.startswith("  ")}
-    assert rows["total"] == ["16.40", "17.22", "31.77", "56.09"]
     assert rows["weight_slots"] == ["2", "4", "all", "all"]
-    margin = "of 30.00 GiB per rank, 2.50 GiB stay free: 1.50 GiB for fragmentation and, by assumption, 1.00 GiB "
-    margin += "for the CUDA context and a communicator of NCCL"
-    assert lines[-3:] == [margin, "fits: ZeRO-3, 4 slots", "take: 4 slots"]
+    assert lines[-3].startswith("of 30.00 GiB per rank, 2.50 GiB stay free: 1.50 GiB for fragmentation and, by assump")
+    assert lines[-2:] == ["fits: ZeRO-3, 4 slots", "take: 4 slots"]
     assert main(["plan", str(tmp_path), *command[2:], "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
     assert [f"{stage['total_bytes'] / 2**30:.2f}" for stage in told["stages"]] == rows["total"]
-    assert told["stages"][1]["memory"]["held_bytes"]["weight slots"] == 2 * (3 * 218_112_000 + 525_336_576 + 4096)
 
 
 def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
@@ -359,27 +331,18 @@ def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
     assert told["step"]["passes"][0]["in_bytes"] == 16 * told["numel"]
 
 
-def test_a_budget_with_offload_is_of_the_device(tmp_path: Path) -> None:
-    """There are at most as many slots as layers. A part of the state takes room, and leaves host memory."""
-    build = builder_of(str(_config(tmp_path)))
-    for budget, slots in (("8GiB", "3 slots"), ("100GiB", "32 slots")):
-        planned = plan(build, 1, budget=budget, offload="state")
-        assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", slots]
-    whole, part = (plan(build, 1, offload="state", device_budget=size).stages[0] for size in (0, "20GiB"))
-    moved = whole.host_total_bytes - part.host_total_bytes
-    assert 16 * 2**30 < moved <= 20 * 2**30
-    assert part.memory.adam_bytes + part.memory.host_adam_bytes == whole.memory.host_adam_bytes
-
-
 def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
-    """One more would not."""
+    """One more would not. With offload the budget is the device's: a part of the state leaves host memory for it."""
     build = builder_of(str(_config(tmp_path)))
     planned = plan(build, 8, budget="30G")
     assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", "24 slots"]
     left = 30_000_000_000 * 19 // 20 - 2**30  # a twentieth and a GiB stay free
     assert planned.stages[1].total_bytes <= left < plan(build, 8, weight_slots=25).stages[1].total_bytes
-    roomy = plan(build, 8, budget="100GiB").fit
-    assert roomy is not None and roomy.fitting == ["ZeRO-3", "ZeRO-2", "ZeRO-1"]
+    most = plan(build, 1, budget="100GiB", offload="state").fit
+    assert most is not None and most.fitting == ["ZeRO-3", "32 slots"]  # as many as layers
+    whole, part = (plan(build, 1, offload="state", device_budget=size).stages[0] for size in (0, "20GiB"))
+    assert 16 * 2**30 < whole.host_total_bytes - part.host_total_bytes <= 20 * 2**30
+    assert part.memory.adam_bytes + part.memory.host_adam_bytes == whole.memory.host_adam_bytes
 
 
 def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -421,58 +384,6 @@ def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pyt
         assert said[said.index(begin) :] in guide
 
 
-def _stage(name: str, total_bytes: int, sent_bytes: int) -> Stage:
-    counts = {field.name: 0 for field in dataclasses.fields(Stage)}
-    return Stage(**{**counts, "name": name, "total_bytes": total_bytes, "sent_bytes": sent_bytes})  # type: ignore[arg-type]
-
-
-def test_the_stage_to_take_needs_no_checkpointing_and_sends_least() -> None:
-    """In this order. Then the smaller one goes first. What is left over for activations is what the margin leaves."""
-    stages = [_stage("ZeRO-3", 30, 9), _stage("ZeRO-2", 40, 7), _stage("ZeRO-1", 50, 7)]
-    for budget, fitting, checkpointed, choice, how in (
-        (200, 3, [], "ZeRO-2", "without"),
-        (150, 3, ["ZeRO-1"], "ZeRO-2", "without"),
-        (140, 3, ["ZeRO-2", "ZeRO-1"], "ZeRO-3", "without"),
-        (70, 2, ["ZeRO-3", "ZeRO-2"], "ZeRO-2", "with"),
-        (50, 0, [], None, ""),
-    ):
-        room = Room.of(budget, Activations(100, 25), None)
-        assert room.margin_bytes == budget // 20
-        fit = choose(stages, room)
-        assert (len(fit.fitting), fit.checkpointed, fit.choice) == (fitting, checkpointed, choice)
-        last = [*fit.lines(str)][-1]
-        assert last == f"take: {choice}, {how} activation checkpointing" if choice else last.startswith("nothing fits")
-
-
-@pytest.mark.parametrize("wanted", [2, 3, 28, 31, 1000, 65536])
-def test_the_number_of_ranks_that_fits_is_the_smallest(wanted: int) -> None:
-    """Of those above the given number. There may be none, also because so many do not sum in 16 bits."""
-    for given in {1, wanted // 2, wanted - 1}:
-        assert fewest_ranks(given, lambda count: count >= wanted) == wanted
-    assert fewest_ranks(3, lambda count: False) is None
-
-    def fits(count: int) -> bool:
-        if count > 256:
-            raise ConfigError("too many")
-        return False
-
-    assert fewest_ranks(3, fits) is None
-
-
-def test_fewer_tokens_are_a_smaller_batch_or_a_shorter_sequence() -> None:
-    """Of a multiple of 64 tokens. What is proposed is measured, and fits."""
-    room = Room(1000, 100, Activations(4000, 1600), None)
-
-    def measure(batch: int, seq: int) -> Activations:
-        assert batch * seq < 2048
-        return Activations(9999, 100 + batch * seq * 1500 // 2048)
-
-    assert fewer_tokens(8, 256, room, 300, measure) == (2, 256)
-    assert fewer_tokens(1, 2048, room, 300, measure) == (1, 640)
-    assert fewer_tokens(1, 2048, room, 850, measure) is None
-    assert fewer_tokens(1, 2048, room, 950, measure) is None
-
-
 def test_the_command_plans_the_model_of_a_function(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -489,48 +400,40 @@ def test_the_command_plans_the_model_of_a_function(
     sys.path.remove(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments"),
-    [
-        (
-            "--units Block embedding --resident blocks.1 --min-unit-size 16KiB",
-            {"units": ["Block", "embedding"], "resident": ["blocks.1"], "min_unit_size": "16KiB"},
-        ),
-        (
-            "--replicas 3 --precision fp32 --sums-in-rank-order",
-            {"replicas": 3, "precision": Precision(param_dtype=torch.float32, sums_in_rank_order=True)},
-        ),
-        (
-            "--replicas 3 --precision fp32 --shard-over-replicas",
-            {"replicas": 3, "precision": "fp32", "shard_over_replicas": True},
-        ),
-    ],
-)
-def test_the_command_takes_the_arguments_of_plan(
-    capsys: pytest.CaptureFixture[str], options: str, arguments: dict[str, Any]
-) -> None:
-    command = ["plan", "tests.models:TinyLM", "--ranks", "2", *options.split()]
-    wanted = plan(TinyLM, 2, **arguments)
-    assert main([*command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(wanted)))
-    assert main(command) == 0
-    assert (text := capsys.readouterr().out) == f"{wanted}\n"
-    if "replicas" in arguments:
-        assert "parameters on 2 ranks in each of 3 replicas" in text and "sent by a rank in a step, within its" in text
+def test_the_command_takes_the_arguments_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    units = {"units": ["Block", "embedding"], "resident": ["blocks.1"], "min_unit_size": "16KiB"}
+    in_order = {"replicas": 3, "precision": Precision(param_dtype=torch.float32, sums_in_rank_order=True)}
+    for options, arguments in (
+        ("--units Block embedding --resident blocks.1 --min-unit-size 16KiB", units),
+        ("--replicas 3 --precision fp32 --sums-in-rank-order", in_order),
+        ("--replicas 3 --shard-over-replicas", {"replicas": 3, "shard_over_replicas": True}),
+    ):
+        command = ["plan", "tests.models:TinyLM", "--ranks", "2", *options.split()]
+        wanted = plan(TinyLM, 2, **arguments)  # type: ignore[arg-type]
+        assert main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(wanted)))
+        assert main(command) == 0
+        assert (text := capsys.readouterr().out) == f"{wanted}\n"
+    assert "parameters on 2 ranks in each of 3 replicas" in text and "sent by a rank in a step, within its" in text
 
 
-def test_a_plan_takes_no_mesh() -> None:
-    """It has no process group. Other arguments that nobody knows are refused as by StreamShard."""
-    with pytest.raises(ConfigError, match="mesh: a plan is of the ranks that share one replica.*world_size"):
-        plan(TinyLM, 8, mesh=None)
-    with pytest.raises(ConfigError, match="replicas=0: wanted a positive number"):
-        plan(TinyLM, 8, replicas=0)
-    with pytest.raises(ConfigError, match="shard_over_replicas=True without replicas: say how many"):
-        plan(TinyLM, 8, shard_over_replicas=True)
-    with pytest.raises(ConfigError, match="on a 2-D mesh: averages over replicas would need main grads on the device"):
-        plan(TinyLM, 8, replicas=2, offload="state")
-    with pytest.raises(ConfigError, match="weight_slot is no argument of StreamShard: .* Did you mean 'weight_slots'"):
-        plan(TinyLM, 8, weight_slot=3)
+def test_arguments_that_a_plan_cannot_have_are_named() -> None:
+    """It has no process group. Others that nobody knows are refused as by StreamShard."""
+    for given, told in (
+        ({"mesh": None}, "mesh: a plan is of the ranks that share one replica.*world_size"),
+        ({"replicas": 0}, "replicas=0: wanted a positive number"),
+        ({"shard_over_replicas": True}, "shard_over_replicas=True without replicas: say how many"),
+        ({"replicas": 2, "offload": "state"}, "a 2-D mesh: averages over replicas would need main grads on the device"),
+        ({"weight_slot": 3}, "weight_slot is no argument of StreamShard: .* Did you mean 'weight_slots'"),
+        ({"accumulate": 1}, "accumulate=1: wanted the number of micro-batches of a step, at least 2"),
+        (
+            {"accumulate": 4, "step": Step(MACHINES["pcie5"], micro_batches=2), "seq": 8},
+            "micro_batches=2, accumulate=4: wanted one of the two",
+        ),
+        ({"accumulate": 4, "tp": 2}, "model.accumulate: the model has DTensors .*loop with loss.backward"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            plan(TinyLM, 8, **given)  # type: ignore[arg-type]
 
 
 def test_without_ranks_the_command_says_how_many_the_model_needs(
@@ -560,17 +463,6 @@ def test_without_ranks_the_command_says_how_many_the_model_needs(
     assert "give --ranks, or --budget" in capsys.readouterr().err
 
 
-def test_with_offload_the_stage_to_take_is_the_one_that_is_timed(tmp_path: Path) -> None:
-    """More slots copy less from host memory."""
-    build, step = builder_of(str(_config(tmp_path, num_hidden_layers=8))), Step(MACHINES["pcie5"])
-    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=Activations(0, 0)):
-        planned = plan(build, 1, offload="state", budget="11GiB", batch=1, seq=64, step=step)
-    assert planned.fit is not None and planned.fit.choice == planned.timed.name == planned.stages[1].name != "ZeRO-3"
-    assert (
-        str(planned).count(f"take: {planned.timed.name}") == str(planned).count(f"\n{planned.timed.name}, a step") == 1
-    )
-
-
 def test_accumulation_pays_where_a_loop_waits_for_the_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/guide/accumulation.md: between ranks, and from host memory."""
     guide, nothing = (ROOT / "docs/guide/accumulation.md").read_text(), Activations(0, 0)
@@ -590,35 +482,15 @@ def test_accumulation_pays_where_a_loop_waits_for_the_link(tmp_path: Path, capsy
     assert fast.splitlines()[-1] == "model.accumulate does not pay: a step takes 12.78 s, in a loop 12.78 s"
 
 
-def test_a_plan_says_when_accumulation_is_the_loop_or_refused() -> None:
-    """One rank sends nothing, resident layers take no turns. Without a machine nobody knows whether it pays."""
-    for build, ranks, told in (
-        (TinyLM, 1, "saves nothing: one rank gathers nothing"),
-        (lambda: nn.Linear(4, 4), 2, "saves nothing: no layers take turns, so it runs the loop"),
-        (TinyLM, 2, "depends on the machine: give --seq, and --link and --flops or --machine"),
-    ):
-        assert str(plan(build, ranks, accumulate=4)).endswith(told)
-    step = Step(MACHINES["pcie5"], micro_batches=2)
-    for given, refused in (
-        ({"accumulate": 1}, "accumulate=1: wanted the number of micro-batches of a step, at least 2"),
-        ({"accumulate": 4, "step": step, "seq": 8}, "micro_batches=2, accumulate=4: wanted one of the two"),
-        ({"accumulate": 4, "tp": 2}, "model.accumulate: the model has DTensors .*loop with loss.backward"),
-    ):
-        with pytest.raises(ConfigError, match=refused):
-            plan(TinyLM, 2, **given)  # type: ignore[arg-type]
-
-
 def test_a_model_of_the_hub_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is downloaded: the message says which file to fetch."""
-    hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub").constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"hf download maker/tiny config\.json"):
         builder_of("maker/tiny")
-    snapshot = tmp_path / "models--maker--tiny" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (tmp_path / "models--maker--tiny" / "refs").mkdir()
-    (tmp_path / "models--maker--tiny" / "refs" / "main").write_text("abc")
-    _config(snapshot, hidden_size=64, num_hidden_layers=1)
+    cache = tmp_path / "models--maker--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc")
+    _config(cache / "snapshots" / "abc", hidden_size=64, num_hidden_layers=1)
     with torch.device("meta"):
         assert type(builder_of("maker/tiny")()).__name__ == "LlamaForCausalLM"
 
@@ -642,14 +514,9 @@ def test_bad_input_is_named(
         (["no.such.module:build", *ranks], "No module named 'no'"),
         (["tests.models:build", *ranks], "has no attribute 'build'"),
         ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
-        ([str(config), *ranks, "--budget", "much"], "budget='much': wanted"),
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
-        ([str(config), *ranks, "--batch", "1"], "batch=1, seq=None: wanted positive numbers, or neither"),
         ([str(config), *ranks, "--batch", "1", "--seq", "0"], "batch=1, seq=0: wanted positive numbers"),
-        (
-            [str(config), *ranks, "--machine", "pcie5", "--offload", "state"],
-            "the time of a step is predicted with batch and seq",
-        ),
+        ([str(config), *ranks, "--machine", "pcie5", "--offload", "state"], "step is predicted with batch and seq"),
         ([str(config), *ranks, "--link", "50GB/s"], "give all of them, or --machine"),
         ([str(config), *ranks, "--link", "50", "--machine", "pcie5"], "link='50': wanted a number and GB/s"),
         ([str(config), *ranks, "--local-ranks", "0", "--machine", "pcie5"], "ranks=0: wanted a positive number"),

@@ -23,11 +23,10 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import adamw
 
 BATCH, SEQ = 4, 128
-_WIDE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192}
-_TEXT = {**_WIDE, "vocab_size": 1024}
+_TEXT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192}
+_TEXT["vocab_size"] = 1024
 _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GROUPED = {**_TEXT, **_ENDS, "num_key_value_heads": 2}
-_BERT_ENDS = {**_ENDS, "cls_token_id": 1, "sep_token_id": 2}
 _T5 = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 4, "num_heads": 4, "vocab_size": 1024}
 
 
@@ -68,19 +67,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 9000}),
         "bf16",
     ),
-    "BERT with dropout": (lambda: _make("BertForMaskedLM", _TEXT), "fp32"),
-    "ViT": (lambda: _make("ViTForImageClassification", {**_WIDE, "image_size": 64, "patch_size": 8}), "fp32"),
-    "ModernBERT": (lambda: _make("ModernBertForMaskedLM", {**_TEXT, **_BERT_ENDS}), "bf16"),
     "T5 with dropout": (lambda: _make("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}), "fp32"),
     "Mixtral": (lambda: _make("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}), "fp32"),
     "convolutions": (ConvLM, "bf16"),
 }
 
 
-def _inputs(name: str) -> dict[str, torch.Tensor]:
+def _inputs() -> dict[str, torch.Tensor]:
     tokens = torch.randint(3, 1000, (BATCH, SEQ))
-    if name == "ViT":
-        return {"pixel_values": torch.randn(BATCH, 3, 64, 64), "labels": torch.zeros(BATCH, dtype=torch.long)}
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -118,7 +112,7 @@ def measure(name: str, micro_batches: int = 1, *, is_checkpointed: bool) -> int:
         return _loss(name, forward(model, inputs), inputs)
 
     def step() -> None:
-        inputs = [_inputs(name) for _ in range(micro_batches)]
+        inputs = [_inputs() for _ in range(micro_batches)]
         if micro_batches > 1:
             model.accumulate(inputs, loss_of)
         else:
@@ -155,7 +149,7 @@ def test_planned_activations_are_the_peak_of_a_step(context: RankContext, name: 
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("name", ["Llama", "GPT-2 with a large head", "BERT with dropout", "convolutions"])
+@pytest.mark.parametrize("name", ["Llama", "GPT-2 with a large head", "convolutions"])
 def test_planned_activations_of_micro_batches_are_the_peak_of_a_step(context: RankContext, name: str) -> None:
     """What layers keep for all of them, the head and loss of one, and gradients of a small tied head of all."""
     pytest.importorskip("transformers")
@@ -167,57 +161,16 @@ def test_planned_activations_of_micro_batches_are_the_peak_of_a_step(context: Ra
 # -- the estimate -----------------------------------------------------------------------------------------------------
 
 
-class _Chain(nn.Module):
-    """Linear layers and one activation each, whose kept tensors are easy to count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 64)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 64)) for _ in range(4)
-        )
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[batch, seq] tokens -> [batch, seq, 64]"""
-        x: torch.Tensor = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def test_the_peak_is_what_autograd_keeps_and_what_the_loss_and_a_layer_make() -> None:
-    """Of each token, in bf16: inputs of 64 and sigmoids of 256 in each layer; then either the loss, which takes 4 times
-    64 in fp32, or a layer's backward, with its hidden gradients and the gradient of a weight."""
-    tokens, weight = 3000, 2 * 64 * 256
-    kept = tokens * (8 + 2 * (4 * (64 + 256) + 64))
-    loss = tokens * 4 * 64 * 3  # log-softmax, its gradient and that of the output, beside the output itself
-    made = plan(_Chain, 2, units="Sequential", batch=3, seq=1000)
-    assert made.activation_bytes is not None
-    without, checkpointed = made.activation_bytes
-    assert kept + loss <= without <= 1.15 * (kept + loss) + weight
-    assert checkpointed < 0.7 * without
-    heading, *rows = str(made).splitlines()[-3:]
-    assert heading == "activations, MiB per rank, at most"
-    sizes = [f"{size / 2**20:.2f}" for size in made.activation_bytes]
-    assert [row.split()[-1] for row in rows] == sizes
-
-
 def test_a_model_itself_is_measured_too_and_stays_as_it_is() -> None:
-    """On any device, with any parameters, as the function that builds it."""
+    """As the function that builds it. If it is all frozen it keeps nothing; its forward takes memory all the same."""
     model = TinyLM()
     before = {name: (param, param._version) for name, param in model.named_parameters()}
-    made = plan(model, 2, batch=2, seq=8)
-    assert made.activation_bytes == plan(TinyLM, 2, batch=2, seq=8).activation_bytes
+    made = plan(model, 2, batch=2, seq=8).activation_bytes
+    assert made is not None and made == plan(TinyLM, 2, batch=2, seq=8).activation_bytes
     assert {name: (param, param._version) for name, param in model.named_parameters()} == before
     assert not any("forward" in vars(module) or module._forward_hooks for module in model.modules())
-
-
-def test_frozen_parameters_make_no_gradients() -> None:
-    """A model that is all frozen keeps nothing; its forward takes memory all the same."""
-    frozen = plan(lambda: TinyLM().requires_grad_(False), 2, batch=2, seq=8).activation_bytes
-    trained = plan(TinyLM, 2, batch=2, seq=8).activation_bytes
-    assert frozen is not None and trained is not None
-    assert 0 < frozen.without < trained.without
+    frozen = plan(model.requires_grad_(False), 2, batch=2, seq=8).activation_bytes
+    assert frozen is not None and 0 < frozen.without < made.without
 
 
 def test_attention_with_dropout_keeps_its_weights_on_cpus_only() -> None:
