@@ -128,9 +128,9 @@ def _text(source: str, node: ast.stmt) -> str:
     return text[node.col_offset : len(text) - len(lines[-1]) + (node.end_col_offset or 0)].decode()
 
 
-_PUT_THEN_LOOK = "inside.put(MANIFEST_NAME, manifest)\n            if not inside.is_file(BEGUN):"
+_PUT_THEN_LOOK = "inside.put(MANIFEST_NAME, manifest)\n            if not inside._is_begun():"
 _LOOK_THEN_PUT = (
-    "begun = inside.is_file(BEGUN)\n            inside.put(MANIFEST_NAME, manifest)\n            if not begun:"
+    "begun = inside._is_begun()\n            inside.put(MANIFEST_NAME, manifest)\n            if not begun:"
 )
 _OPTIONS = "offload_events:loop"
 _VISITS = "in enumerate(self._visits)}"
@@ -175,8 +175,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
         ("ObjectStore.publish", Swap(_PUT_THEN_LOOK, _LOOK_THEN_PUT), "object_storage:deletes"),
         ("ObjectStore.publish", Drop("with contextlib.suppress(OSError)"), "object_storage:deletes"),
-        ("ObjectStore.sweep", Drop("self._inside(name).unlink(BEGUN)"), "object_storage:deletes"),
-        ("ObjectStore.sweep", Drop("if not self._inside"), "object_storage:kill"),
+        ("ObjectStore.sweep", Drop("if not self._inside(name).is_file(SWEPT)"), "object_storage:deletes"),
+        ("ObjectStore.sweep", Drop("if not self._inside(name).is_file(MANIFEST_NAME)"), "object_storage:kill"),
         ("ObjectStore.sweep", Swap("not self._inside(name).is_file(MANIFEST_NAME)", "True"), "object_storage:deletes"),
         ("ObjectStore.delete", Drop("self._inside(name).unlink(MANIFEST_NAME)"), "object_storage:kill"),
         ("ObjectStore.complete", Swap(" if self._inside(name).is_file(MANIFEST_NAME)", ""), "object_storage"),

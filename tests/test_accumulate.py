@@ -36,6 +36,7 @@ from tests.reference import (
     let_dynamo_look,
     sgd,
 )
+from tests.scenarios import RoutedStack
 from tests.simulated import checking_streams, late, simulated_device
 from tests.test_same_bits import WAYS, run
 
@@ -373,6 +374,23 @@ def test_ranks_that_fail_in_different_places_stay_in_step(context: RankContext, 
             model.accumulate([(1, each) for each in range(4)], _failing(where, model, 1 + 2 * context.rank))
         _assert_next_step_is_that_of_a_loop(context, model)
         model.zero_grad()
+
+
+@on_ranks(2)
+def test_micro_batches_may_leave_out_layers_before_a_resident_one(context: RankContext) -> None:
+    """On each rank other ones. They come to the resident layer before others have come to the layer that they skip."""
+
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        model.route = (1, 2, 3) if (micro_batch[1] + context.rank) % 2 else (0, 1, 3)
+        return _loss(model, micro_batch)
+
+    grads = []
+    for run_step in (_loop, lambda model, parts, loss_of: model.accumulate(parts, loss_of)):
+        model = _model_after(make=RoutedStack, resident=["layers.1"])
+        for step in (1, 2):
+            run_step(model, [(step, 2 * part + context.rank) for part in range(3)], loss_of)
+        grads.append(full_grads(model))
+    assert_same(*grads, "gradients", NEAR)
 
 
 @on_ranks(1, 2)

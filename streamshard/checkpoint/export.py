@@ -60,6 +60,7 @@ from streamshard.checkpoint.safetensors_file import (
     write_part,
     write_ranges,
 )
+from streamshard.checkpoint.saving import finish_running
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Url, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup, run_on_all_ranks
 from streamshard.config import AnyPath, parse_bytes, parse_dtype
@@ -143,6 +144,7 @@ def export_safetensors(
     names = FileNames(conventions().file_stem(model))
 
     def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
+        finish_running()  # a save to the same place, for which the export would be another run
         refuse_replacing(root, names)
         # Replicas have the same weights, or in local SGD nearly the same: the first one writes.
         here = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)

@@ -3,9 +3,11 @@
 [Note: object storage]
 Objects appear at once and whole, and nothing can be renamed or locked. A save writes into a directory of its own, whose
 name is never used again. The object `BEGUN` comes first and the manifest last: it makes the directory a checkpoint.
-Directories without a manifest are leftovers, or the save of a run that lives. So a save that publishes puts the
-manifest, and then looks for `BEGUN`. A run that deletes leftovers deletes `BEGUN`, and then looks for the manifest. At
-least one of two such runs sees the other's mark, and gives up. So no checkpoint is deleted that a save has returned.
+Directories with `BEGUN` and without a manifest are leftovers, or the save of a run that lives. So a save that publishes
+puts the manifest, and then looks for `SWEPT`. A run that deletes leftovers puts `SWEPT`, and then looks for the
+manifest. At least one of two such runs sees the other's mark, and gives up. So no checkpoint is deleted that a save has
+returned.
+Both marks are deleted last: without them a directory is somebody else's, whatever its name.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from streamshard.errors import CheckpointError, describe, log
 
 BEGUN = "begun"
 """An object in a directory on object storage into which a save or an export writes. See [Note: object storage]."""
+
+SWEPT = "swept"
+"""The object that comes when another run deletes the directory."""
 
 _LEFT = re.compile(r"(checkpoint-\d+|model)\.[0-9a-f]{8}")
 _PART_BYTES = 64 << 20
@@ -155,8 +160,13 @@ class ObjectStore(Storage):
 
     def _remove_tree(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._telling(name) as path:
+            entries = self._inside(name)._entries()
+            if others := [f"{path}/{each}" for each in entries if each not in (BEGUN, SWEPT)]:
+                self._fs.rm(others, recursive=True)
+            for mark in (BEGUN, SWEPT):
+                self._inside(name).unlink(mark)
             self._fs.invalidate_cache(path)
-            self._fs.rm(path, recursive=True)
+            self._fs.rm(path, recursive=True)  # some stores have an object for the directory
 
     def begin(self, name: str) -> Partial:
         path = self.path / f"{name}.{secrets.token_hex(4)}"
@@ -164,12 +174,14 @@ class ObjectStore(Storage):
         return Partial(path)
 
     def leftovers(self) -> list[str]:
-        left = filter(_LEFT.fullmatch, self._directories())
-        return [name for name in left if not self._inside(name).is_file(MANIFEST_NAME)]
+        inside = {name: self._inside(name)._entries() for name in filter(_LEFT.fullmatch, self._directories())}
+        ours = {name: each for name, each in inside.items() if BEGUN in each or SWEPT in each}
+        return [name for name, entries in ours.items() if MANIFEST_NAME not in entries]
 
     def sweep(self, name: str) -> bool:
         try:
-            self._inside(name).unlink(BEGUN)  # first: a save that is alive sees it, or has published by now
+            if not self._inside(name).is_file(SWEPT):  # first: a save that is alive sees it, or has published by now
+                self._inside(name).put(SWEPT, b"Another run deletes this directory.\n")
             if not self._inside(name).is_file(MANIFEST_NAME):
                 self._remove_tree(name)
         except OSError as error:
@@ -180,7 +192,7 @@ class ObjectStore(Storage):
         inside = self._inside(partial)
         try:
             inside.put(MANIFEST_NAME, manifest)
-            if not inside.is_file(BEGUN):
+            if not inside._is_begun():
                 raise CheckpointError(
                     f"another run writes to {self.path}, and has deleted {partial}: give each its own"
                 )
@@ -189,6 +201,11 @@ class ObjectStore(Storage):
                 inside.unlink(MANIFEST_NAME)
             raise
         return inside.path
+
+    def _is_begun(self) -> bool:
+        """Whether no other run deletes the directory."""
+        entries = self._entries()
+        return BEGUN in entries and SWEPT not in entries
 
     def sync(self) -> None:
         """Objects are durable when they appear."""

@@ -48,7 +48,6 @@ from streamshard.full import warn_of_different_copies
 from streamshard.guards.sharded_parameter import is_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 
-MADE_WITHIN = datetime.timedelta(seconds=20)  # the longest time to make a group, after ranks have met
 # The longest wait of a rank that has written: for the slowest disk, and for the first rank to publish.
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)
 # torch rounds the size of pinned memory up to a power of two. One buffer for all pieces could take twice their bytes.
@@ -235,13 +234,17 @@ def _save_in_background(root: Location, number: int, keep: int | None, parts: Ru
     pieces.clear()  # the run's own go as soon as they are copied
 
     path = root / f"checkpoint-{number}"
+    group = own_ranks.users_group if own_ranks.total_size > 1 else None
 
     def write() -> Location:
+        nonlocal group
         try:
             return write_checkpoint(root, number, keep, own_ranks, state, finish)
         except CommunicationError as error:
             advice = "latest() passes over a checkpoint that is not complete"
             raise CheckpointError(f"{path} may not be complete ({advice}): {error}") from error
+        finally:
+            group = None  # kept until here, because a script may end with destroy_process_group()
 
     try:
         return start_saving(path, write)
@@ -305,7 +308,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
         )
     ):
         with ranks.waiting("making a group for saves in the background"):
-            group = make_host_group(ranks.users_group, WRITTEN_WITHIN, MADE_WITHIN)
+            group = make_host_group(ranks.users_group, WRITTEN_WITHIN)
             kept.background_of = weak(group)
     meeting = "saving in the background"
     return RankGroup(group, meeting=meeting, timeout=WRITTEN_WITHIN, is_beside_training=True)

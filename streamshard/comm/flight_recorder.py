@@ -21,8 +21,8 @@ through two models.)
 
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
-has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait. The missing rank's
-watchdog reads and logs this failure: the other library's error would not tell it.
+stands in one, and has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait.
+The missing rank's watchdog reads and logs this failure: the other library's error would not tell it.
 
 A save in the background waits in a thread of its own, so a rank that has not come to it may be anywhere: its main
 thread may be ahead in another model, or in another library's collective.
@@ -53,6 +53,9 @@ PATIENCE_S = 1.0  # length of a wait before ranks compare logs
 _REPORT_AFTER_S = 30.0  # length of a wait before the first warning
 _SHOW_AFTER_S = 3.0  # a rank that has issued nothing for this time shows its log
 _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other ranks
+
+# A rank there waits for all ranks. torch counts messages between two ranks, and calls of other threads, too.
+_COLLECTIVE = re.compile(r"dist\.(?!i?send|i?recv|batch_isend_irecv|monitored_barrier)\w+\(\)")
 
 _recorders: tuple[weakref.ref[FlightRecorder], ...] = ()  # of all models of this process
 
@@ -254,7 +257,7 @@ class FlightRecorder:
                 return f"rank {peer} has not come: {did}. Has it caught an error that it alone met? {_ADVICE}"
             if shown.total >= own.total or self._is_beside_training:
                 continue
-            if not self._has_streams and shown.others > own.others:
+            if not self._has_streams and shown.others > own.others and _COLLECTIVE.match(shown.place):
                 where = f"another library's collective on the default process group, which rank {self._rank}"
                 return f"rank {peer} has not come: it is in {where} has not called: {shown.place}. {_ADVICE}"
             if does := self._found_elsewhere(peer, shown, own.total):

@@ -7,6 +7,7 @@ import datetime
 import os
 import socket
 import sys
+import time
 import uuid
 import weakref
 from collections import Counter
@@ -31,6 +32,7 @@ _CONNECTED_WITHIN = datetime.timedelta(minutes=5)
 # gloo waits for a connection from a rank five times as long as for anything else (Pair::waitUntilConnected).
 _CONNECTION_WAITS = 5
 MOST_CONNECTED = 32  # ranks of the largest group that connects at once
+_ASK_EVERY_S = 0.5
 _UNUSED_TAG = (1 << 31) - 1  # of a message that is never sent
 
 GroupOf = Callable[[], dist.ProcessGroup | None]
@@ -95,8 +97,10 @@ def log_store(group: dist.ProcessGroup) -> tuple[Any, str]:
     state.recorders += 1
     if state.log_store is None:
         state.log_store = store = group.get_group_store()
-        # The name is the same on all ranks, and new after a restart: the store may have an earlier failure.
-        start = "" if default.is_ours else os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+        # The name is the same on all ranks, and new after a restart: torchrun's store may have an earlier failure. With
+        # a store for each start, the count of restarts may differ between machines.
+        is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not default.is_ours
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "") if is_kept else ""
         with contextlib.suppress(RuntimeError):  # not every store can do this
             connection = base_store(group)
             if group.size() <= MOST_CONNECTED:  # the host of the store would hold two sockets of each rank
@@ -120,9 +124,29 @@ def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return group
     if (host := state.host_of()) is None:
         timeout = timeout_of(group) if serves_cpu else CONTROL_TIMEOUT  # on CPUs steps use the group too
+        _wait_for_all(group, timeout if serves_cpu else _DEFAULT_TIMEOUT)
         host = make_host_group(group, timeout)
         state.host_of = weak(host)
     return host
+
+
+def _wait_for_all(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Wait at the store until all ranks of `group` have come here. gloo waits a minute for a rank, late or dead.
+
+    Raises:
+        RuntimeError: a rank has not come within `timeout`, or the watchdog has ended the wait.
+    """
+    store, come, all_come = group.get_group_store(), "streamshard/come", "streamshard/all have come"
+    deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.001
+    if store.add(come, 1) >= group.size():
+        store.set(all_come, "")
+    while not store.check([all_come]):
+        if state_of(group).is_closed:
+            raise RuntimeError("this rank has ended the wait")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{group.size() - store.add(come, 0)} ranks have not come within {timeout}")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _ASK_EVERY_S)
 
 
 def make_host_group(

@@ -92,6 +92,7 @@ class RankGroup:
         self.streams = streams or Streams(torch.device("cpu"))
         self.stream = stream
         self.group_of, self._users_group_of = weak(shard_group), weak(group)
+        self._is_fake = group is not None and dist.get_backend(group) == "fake"  # torch's: the other ranks do not exist
         self._meeting = meeting
         self._timeout = timeout
         has_streams = self.streams.has_streams
@@ -210,7 +211,7 @@ class RankGroup:
         size = self.total_size if with_replicas else self.world_size
         if size == 1:
             return answer([data])
-        if dist.get_backend(self.users_group) == "fake":  # torch's: the other ranks do not exist, and say the same
+        if self._is_fake:  # the others would say the same
             self.recorder.log.add(RecordKind.MEETING)
             return answer([data] * size)
         timeout, what = self._timeout or CONTROL_TIMEOUT, self._meeting or f"the exchange to {name}"

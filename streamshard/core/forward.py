@@ -104,6 +104,7 @@ class Forward(Phase):
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used
         self._read: set[int] = set()  # units whose weights were read while none of their layers ran
+        self._beside: set[int] = set()  # resident units that are used beside the program
 
     def begin(self) -> None:
         """Issue the first all-gathers, and bind the root unit."""
@@ -121,6 +122,13 @@ class Forward(Phase):
         engine.root_unit.set_bound(True)
 
     # -- layers ---------------------------------------------------------------------------------------------------
+
+    def gather_residents(self) -> None:
+        """All-gather resident units now, but for the last one, and use them beside the program, in any order."""
+        last = self._engine.order.order[-1]
+        self._beside = {unit.index for unit in self._engine.resident if unit.index != last}
+        for index in sorted(self._beside):
+            self._engine.all_gather(self._engine.units[index])
 
     def pre_forward(self, unit: Unit) -> Use:
         """See `Phase`. A resident unit's layer inside another unit's layer does not end the other unit's visit.
@@ -195,6 +203,9 @@ class Forward(Phase):
 
     def _reach(self, unit: Unit) -> None:
         """Issue the program up to `unit`, and let compute wait for the unit's weights (rule 1)."""
+        if unit.index in self._beside:
+            self._use_in_place(unit)
+            return
         schedule = self._schedule
         if self._learns and schedule.is_out_of_order(unit.index):
             self._engine.issue(schedule.finish())

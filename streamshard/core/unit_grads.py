@@ -131,10 +131,10 @@ class UnitGrads:
         if not self.has_unreduced:
             return
         for param in self.params:
-            if param.is_left:
+            # Also what only other ranks have made: this rank has its shard.
+            if param.is_left and not drop_unreduced(param.sharded):
                 param.is_left = False
-                if not drop_unreduced(param.sharded):
-                    param.forget_grad(in_slot=self.slot.content is not None)
+                param.forget_grad(in_slot=self.slot.content is not None)
 
     def collect(self, scale: float, others: Collection[Any]) -> None:
         """Copy new gradients into the slot, and zeros for the others (rule 3). Compute stream.
@@ -326,7 +326,7 @@ class UnitGrads:
                     param.give_grad(self._life)
                 if is_new:
                     new.append(param.sharded)
-                param.is_used = param.is_kept = False
+                param.is_used = param.is_kept = param.is_left = False
         self._early.clear()
         self.move(GradState.GIVEN)
         self.has_unreduced = False
@@ -342,7 +342,7 @@ class UnitGrads:
             with AsTensors():
                 trains = param.unsharded.requires_grad
             # In main grads without one here too: other ranks may have one.
-            if param.is_kept or param.is_used or (trains and not in_slot):
+            if param.is_left or param.is_kept or param.is_used or (trains and not in_slot):
                 param.is_left = True
                 keep_unreduced(param.sharded)
 

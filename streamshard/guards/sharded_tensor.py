@@ -151,7 +151,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
 def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:
     piece = first.piece
     with AsTensors():
-        if not piece.is_whole or answer in (_norm, _foreach_norm, _check_finite):
+        if not piece.is_whole or answer in (_norm, _foreach_norm, _check_finite, _detach_in_place):
             return answer(func, first, full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor) or result is first:
@@ -436,6 +436,11 @@ def refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> No
     )
 
 
+def _detach_in_place(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Any) -> Any:
+    """A gradient has no graph. torch refuses, because it is a view of main grads."""
+    return func(*args, **kwargs) if tensor.requires_grad else tensor
+
+
 def _refuse_saving(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> NoReturn:
     raise ShardingError(
         f"{tensor.piece.what} is one rank's piece of {tensor.piece.shape} and is not saved as if it were full. Call on "
@@ -472,6 +477,7 @@ _ANSWERS: Mapping[str, _Answer] = {
     **dict.fromkeys(names("allclose equal"), _are_equal),
     **dict.fromkeys(names("normal_ uniform_"), _random),
     **dict.fromkeys(names("__bool__ __float__ __format__ __index__ __int__ item"), _number),
+    "detach_": _detach_in_place,
     "data_ptr": _refuse_saving,  # safetensors asks for the address alone, and writes the memory to a file
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _check_finite,

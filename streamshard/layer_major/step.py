@@ -155,6 +155,7 @@ class LayerMajorStep:
         engine, error = self._engine, None
         with torch.enable_grad():
             forward = begin_forward(engine, frozenset(range(len(engine.units))), (), is_whole_model=True)
+        forward.gather_residents()  # micro-batches that leave out layers come to them before others have come to these
         try:
             self._visits.append(Visit(None, self._micro_batches))
             for micro_batch in self._micro_batches:

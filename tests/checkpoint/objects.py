@@ -77,9 +77,10 @@ class Kept(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
 
         Kept.watch("delete", path, delete)
 
-    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        for each in reversed(_objects_in(path)):
-            self.rm_file(each)
+    def rm(self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None) -> None:
+        for each in [path] if isinstance(path, str) else reversed(path):
+            for found in [each] if os.path.isfile(each) else reversed(_objects_in(each)):
+                self.rm_file(found)
 
     def mv(self, *_: Any, **__: Any) -> None:
         raise NotImplementedError("object storage renames nothing")

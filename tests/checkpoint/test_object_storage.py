@@ -194,6 +194,16 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> 
     assert latest(kept) == last
 
 
+def test_directories_of_others_stay_whatever_their_names(kept: Url) -> None:
+    """A date has eight hexadecimal digits."""
+    for name in ("model.20261130", "checkpoint-500.20261130"):
+        ObjectStore(kept / name).put("model.safetensors", b"weights")
+    _save(kept, 1, keep=1)
+    _save(kept, 2, keep=1)
+    assert {"model.20261130", "checkpoint-500.20261130"} < {*storage_of(kept).names()}
+    assert not storage_of(kept).leftovers()
+
+
 def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
     for what, name in (("gone", FILE), ("changed", FILE), ("gone", MANIFEST_NAME), ("changed", MANIFEST_NAME)):
         root = kept / f"{what} {name}"

@@ -306,6 +306,46 @@ def test_a_rank_that_dies_while_a_save_runs_is_named(tmp_path: Path) -> None:
     assert latest(tmp_path / "run") is None
 
 
+_DESTROYS = """
+    import time, torch, torch.distributed as dist
+    from streamshard import StreamShard, save_checkpoint
+    from streamshard.checkpoint import save
+    dist.init_process_group("gloo")
+    model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
+    write, is_destroyed = save.write_file, []
+
+    def write_later(*args):
+        while not is_destroyed:
+            time.sleep(0.01)
+        return write(*args)
+
+    save.write_file = write_later
+    save_checkpoint({where!r}, model, wait=False)
+    dist.destroy_process_group()
+    is_destroyed.append(True)
+"""
+
+
+@pytest.mark.ranks
+def test_a_script_may_end_with_destroy_process_group_while_it_saves(tmp_path: Path) -> None:
+    for code, output in Launched(2, tmp_path, run_script, _DESTROYS.format(where=str(tmp_path / "run"))).end():
+        assert code == 0, output
+    assert latest(tmp_path / "run") == tmp_path / "run/checkpoint-1"
+
+
+@on_ranks(2)
+def test_an_export_waits_for_the_save_in_the_background(context: RankContext, tmp_path: Path) -> None:
+    """It would be another run for the save, and the save for the export."""
+    run = start(0)
+    write, may_write = save.write_file, threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "write_file", lambda *args: may_write.wait() and write(*args))
+        saving = _start_saving(tmp_path, run, wait=False)
+        threading.Timer(0.2, may_write.set).start()
+        export_safetensors(run.model, tmp_path)
+    assert saving.wait() == latest(tmp_path) == tmp_path / "checkpoint-1"
+
+
 _FAILS_LAST = """
     import atexit, resource, sys, torch
     atexit.register(print, "an earlier handler has run")

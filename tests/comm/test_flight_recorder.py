@@ -302,6 +302,19 @@ def test_a_rank_may_come_late_to_a_background_save_while_main_threads_are_apart(
         assert ranks.gather_objects("meet", context.rank) == beside.gather_objects("meet", context.rank) == [0, 1]
 
 
+def test_a_rank_is_in_another_librarys_collective_only_where_it_waits_for_all_ranks() -> None:
+    """torch counts messages between two ranks, and calls in other threads, too."""
+    entry = (0, RecordKind.BROADCAST, 0)
+    for place, is_found in (
+        ("dist.all_reduce() in train.py, line 3: dist.all_reduce(loss)", True),
+        ("train.py, line 9: score(predictions)", False),
+        ("dist.recv() in train.py, line 4: dist.recv(predictions, peer)", False),
+        ("dist.isend() in train.py, line 4: dist.isend(predictions, 0)", False),
+    ):
+        logs = {0: Shown({0: entry}, 1, 0.0, 0), 1: Shown({}, 0, 0.0, 1, place)}
+        assert (FlightRecorder(None)._find_difference(logs) is not None) is is_found, place
+
+
 @on_ranks(1)
 def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
     """After 30, 60 and 120 seconds."""

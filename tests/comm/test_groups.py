@@ -68,6 +68,25 @@ def test_ranks_of_a_large_group_connect_when_they_first_send(tmp_path: Path) -> 
         assert int(output.rpartition("sockets ")[2]) < size
 
 
+@on_ranks(2)
+def test_a_rank_may_start_its_model_later_than_gloo_waits_for_connections(context: RankContext) -> None:
+    group = dist.new_group([0, 1])
+    with mock.patch.object(host_groups, "_CONNECTED_WITHIN", timedelta(seconds=10)):  # a fifth for each rank
+        if context.rank == 1:
+            time.sleep(4)
+        assert host_groups.host_group_of(group).size() == 2
+
+
+def test_a_rank_that_does_not_come_and_one_that_has_ended_the_wait_raise() -> None:
+    store: Any = HashStore()
+    group = mock.Mock(get_group_store=lambda: store, size=lambda: 3)
+    with pytest.raises(RuntimeError, match="2 ranks have not come within 0:00:00.01"):
+        host_groups._wait_for_all(group, timedelta(seconds=0.01))
+    host_groups.state_of(group).is_closed = True
+    with pytest.raises(RuntimeError, match="has ended the wait"):
+        host_groups._wait_for_all(group, timedelta(minutes=1))
+
+
 def _run(script: str) -> None:
     torch.set_num_threads(1)
     run_script(script)

@@ -218,7 +218,8 @@ def test_state_that_ranks_cannot_share_raises_on_all(context: RankContext, chang
     now = "is gone" if change == "gone" else "has another shape or dtype by now, not the same"
     advice = r"model.register_buffer\('table', model.table, persistent=False\)"
     names_it = context.rank or change == "differs"
-    message = rf"'table' was \(16,\) torch.float32, and {now}.*{advice}" if names_it else "ranks do not do the same"
+    named = rf"'table' was \(16,\) torch.float32, and {now}.*{advice}"
+    message = named if names_it else "rank 1 has failed: buffer 'table'"
     kind = ShardingError if names_it else CommunicationError
     model: Any = StreamShard(Table(change_it), precision=FP32)
     model(vector_batch(0, context.rank)).sum().backward()
