@@ -157,6 +157,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],
     "checkpoint/save": [
+        ("_save_in_background", Swap("own_ranks.users_group if", "None if"), "restore:destroy"),
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
         ("start_copies", Swap("current_stream(device))", "Stream())"), "simulated_device:copies"),
         ("start_copies", Drop("sources.append(piece.data)"), "simulated_device:copies"),
@@ -164,6 +165,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
     ],
     "checkpoint/export": [
+        ("export_safetensors", Drop("finish_running()"), "restore:export_waits"),
         ("upload", Swap("name_files(files, names, partial)", "files"), "object_storage:two_exports"),
         ("refuse_replacing", Drop("if isinstance(root, Url)"), "object_storage:export"),
         ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "publish:no_name"),
@@ -202,7 +204,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
-    "comm/host_groups": [("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone")],
+    "comm/host_groups": [
+        ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
+        ("host_group_of", Drop("_wait_for_all("), "groups:later"),
+    ],
     "comm/ranks": [
         ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
         ("RankGroup._meet", Drop("self.fail("), "groups:two_halves"),
@@ -219,6 +224,13 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_after_fork_in_child", Swap("*_watchdog.inherited", "*()"), "shared_memory:forked"),
     ],
     "comm/flight_recorder": [
+        ("FlightRecorder.__init__", Swap(" and not is_beside_training", ""), "flight_recorder:apart"),
+        ("FlightRecorder._find_difference", Swap(" or self._is_beside_training", ""), "flight_recorder:apart"),
+        (
+            "FlightRecorder._find_difference",
+            Swap(" and _COLLECTIVE.match(shown.place)", ""),
+            "flight_recorder:librarys",
+        ),
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),
         ("FlightRecorder._look_for_failure", Drop('log.error("%s", self.difference)'), "flight_recorder:alone"),
         ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:explains"),
@@ -459,6 +471,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("join_slots", Drop("kept.is_shared"), "ends"),
     ],
     "core/unit_grads": [
+        ("UnitGrads.leave", Swap("param.is_left or ", ""), "replicas:only_another"),
         ("UnitGrads.write_early", Swap("param.in_slot.add_(grad) if param.is_written_early else ", ""), "tied"),
         ("UnitGrads.write_early", Drop("if scale != 1.0"), "lookups:scaled"),
         ("UnitGrads.write_early", Drop("if self.slot.weights is not None"), "tied"),
@@ -492,8 +505,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh"),
     ],
     "guards/sharded_tensor": [
-        ("_compute", Swap("(_norm, _foreach_norm, _check_finite)", "(_check_finite,)"), "same_bits:torch"),
-        ("_compute", Swap("_foreach_norm, _check_finite", "_foreach_norm"), "local_sgd:overflows"),
+        ("_compute", Swap("(_norm, _foreach_norm, ", "("), "same_bits:torch"),
+        ("_compute", Swap("_foreach_norm, _check_finite, ", "_foreach_norm, "), "local_sgd:overflows"),
         ("_partial", Swap("tensor.piece.counted(local)", "local"), "tensor_parallel:norms"),
         ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],
@@ -513,6 +526,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/clipping": [("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process")],
     "full": [("summon", Drop("_refuse_different(engine, edited, failure)"), "full")],
     "layer_major/step": [
+        ("LayerMajorStep._run_forward", Drop("forward.gather_residents()"), "accumulate:leave_out"),
         ("LayerMajorStep._run_backward", Swap("in reversed(list(enumerate(self._visits)))}", _VISITS), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Swap("self._micro_batches:  # that", "visit.micro_batches:  #"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.reduce_streamed()"), _LAYER_MAJOR),

@@ -184,6 +184,7 @@ def test_a_gradient_kept_over_zero_grad_raises_after_the_next_backward(context: 
     model, _ = _pair()
     weight = model.layers[1].linear.weight
     kept, copied, views = weight.grad, weight.grad.clone(), [weight.grad.detach(), weight.grad.data]
+    assert weight.grad.detach_() is weight.grad  # as zero_grad of older code does
     model.zero_grad()
     assert torch.equal(kept, copied)
     stack_step(model, Call(0, 0, 1, 2.0))
