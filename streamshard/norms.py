@@ -38,6 +38,8 @@ def local_norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Ten
     if not tensors:
         return []
     if tensors[0].device.type != "cpu":
+        if math.isinf(order):  # torch has no extreme of a piece without elements
+            tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
         return list(torch._foreach_norm(list(tensors), order, torch.float64))
     buffer = torch.empty(min(_CHUNK, sum(tensor.numel() for tensor in tensors)), dtype=torch.float64)
     if order != 2.0:

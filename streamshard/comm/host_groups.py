@@ -28,7 +28,7 @@ _ROUTES = Path("/proc/net/route")
 _DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's, as its documentation says
 # Of control messages. One rank may write files for hours while the others wait. The watchdog ends waits that hang.
 CONTROL_TIMEOUT = datetime.timedelta(hours=24)
-_CONNECTED_WITHIN = datetime.timedelta(minutes=5)
+_CONNECTED_WITHIN = datetime.timedelta(minutes=5)  # if a rank dies meanwhile
 # gloo waits for a connection from a rank five times as long as for anything else (Pair::waitUntilConnected).
 _CONNECTION_WAITS = 5
 MOST_CONNECTED = 32  # ranks of the largest group that connects at once
@@ -149,15 +149,12 @@ def _wait_for_all(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None
         pause_s = min(2 * pause_s, _ASK_EVERY_S)
 
 
-def make_host_group(
-    group: dist.ProcessGroup, timeout: datetime.timedelta, within: datetime.timedelta = _CONNECTED_WITHIN
-) -> dist.ProcessGroup:
-    """A new gloo group of the ranks of `group`. Collective.
+def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A new gloo group of the ranks of `group`. Collective: all ranks come within a minute.
 
     Args:
         group: a group of the same ranks.
         timeout: the timeout of the new group.
-        within: how long this call waits for a rank that dies. A rank may come late by a fifth of this time.
     """
     ranks = dist.get_process_group_ranks(group)
     # With use_local_synchronization torch names a group by the number of this rank's groups, which may differ between
@@ -165,7 +162,7 @@ def make_host_group(
     is_of_some = len(ranks) < dist.get_world_size()
     host = getattr(base_store(group), "host", os.environ.get("MASTER_ADDR"))
     with gloo_settings(host, len(ranks)):
-        limit = min(timeout, within / _CONNECTION_WAITS)
+        limit = min(timeout, _CONNECTED_WITHIN / _CONNECTION_WAITS)
         made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_of_some)
         dist.all_reduce(torch.zeros(1), group=made)  # connects a ring, see `gloo_settings`
         connect_tree(made, limit)

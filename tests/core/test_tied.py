@@ -115,6 +115,7 @@ class _Way(NamedTuple):
 WAYS = {
     "a head": _Way(_Tied, True),
     "rows looked up twice": _Way(lambda: _Tied(_twice), True),
+    "rows looked up by a function": _Way(lambda: _Tied(lambda model, t: F.embedding(t, model.embedding.weight)), True),
     "a head in chunks": _Way(lambda: _Tied(predict=_in_chunks), True),
     "two passes": _Way(_Tied, True, _two_passes),
     "a kept graph": _Way(_Tied, True, _kept_graph),

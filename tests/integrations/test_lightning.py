@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from tests.integrations import accelerating
@@ -25,15 +26,28 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 from streamshard import ConfigError, StreamShard  # noqa: E402
 from streamshard.integrations.lightning import StreamShardFabricStrategy, StreamShardStrategy  # noqa: E402
-from tests.models import TinyConfig, TinyLM, next_token_loss  # noqa: E402
 from tests.reference import full_weights  # noqa: E402
 
 WORDS, STEPS = 32, 6
 
 
-def _made() -> nn.Module:
+class _LM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def _made() -> _LM:
     torch.manual_seed(0)
-    return TinyLM(TinyConfig(vocabulary=WORDS))
+    return _LM()
 
 
 def _rows() -> list[Tensor]:
@@ -42,7 +56,7 @@ def _rows() -> list[Tensor]:
 
 
 def _loss(model: Any, tokens: Tensor) -> Tensor:
-    return next_token_loss(model(tokens), tokens)
+    return cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @contextlib.contextmanager
@@ -121,7 +135,7 @@ def test_fabrics_precision_decides_the_dtype_of_layers(context: RankContext) -> 
             fabric = _fabric(StreamShardFabricStrategy(streamshard=options), precision=precision)
             model: Any = fabric.setup(_made())
             seen: list[torch.dtype] = []
-            model.module.blocks[0].up.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
+            model.module.layers[0][0].register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
             model(torch.zeros(1, 8, dtype=torch.int64))
             assert seen == [dtype]
             assert isinstance(model.module, StreamShard)
