@@ -254,9 +254,8 @@ def write_together(
         CheckpointError: on every rank; names the rank and the cause. The partial directory is gone.
         RankMismatchError: on every rank, before anything is written: ranks give different directories.
     """
-    refuse_differences(
-        "a save or an export", ranks.gather_objects("begin a save or an export", {"directory": str(root)})
-    )
+    given = ranks.gather_objects("begin a save or an export", {"directory": str(root)})
+    refuse_differences("a save or an export", given)
     mine: list[Partial] = []  # on the first rank only: it alone deletes and renames the directory
 
     def start() -> Location:
@@ -278,9 +277,8 @@ def write_together(
         for partial in mine:
             remove_partial(partial)
         with contextlib.suppress(StreamShardError):  # if ranks cannot reach each other any more
-            run_on_all_ranks(
-                ranks, "delete a partial directory", lambda: None
-            )  # no rank returns before the directory is gone
+            # No rank returns before the directory is gone.
+            run_on_all_ranks(ranks, "delete a partial directory", lambda: None)
         raise
 
 

@@ -6,8 +6,7 @@ name is never used again. The object `BEGUN` comes first and the manifest last: 
 Directories with `BEGUN` and without a manifest are leftovers, or the save of a run that lives. So a save that publishes
 puts the manifest, and then looks for `SWEPT`. A run that deletes leftovers puts `SWEPT`, and then looks for the
 manifest. At least one of two such runs sees the other's mark, and gives up. So no checkpoint is deleted that a save has
-returned.
-Both marks are deleted last: without them a directory is somebody else's, whatever its name.
+returned. Both marks are deleted last: without them a directory is somebody else's, whatever its name.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ class ObjectStore(Storage):
             entries = self._inside(name)._entries()
             if others := [f"{path}/{each}" for each in entries if each not in (BEGUN, SWEPT)]:
                 self._fs.rm(others, recursive=True)
-            for mark in (BEGUN, SWEPT):
+            for mark in filter(entries.__contains__, (BEGUN, SWEPT)):
                 self._inside(name).unlink(mark)
             self._fs.invalidate_cache(path)
             self._fs.rm(path, recursive=True)  # some stores have an object for the directory

@@ -126,9 +126,9 @@ def _agree(root: Location, keep: int | None, step: int | None, wait: bool, parts
     refuse_differences("save_checkpoint", ranks.gather_results("begin a save", begin, at=f"to {root}"))
     for _, engine in parts.models.values():
         warn_of_different_copies(engine)
-    return (
-        step if step is not None else run_on_first(ranks, "number a save", lambda: next_number(root), at=f"to {root}")
-    )
+    if step is not None:
+        return step
+    return run_on_first(ranks, "number a save", lambda: next_number(root), at=f"to {root}")
 
 
 def _say_what_is_lost(parts: RunParts) -> None:
@@ -302,11 +302,8 @@ def background_ranks(ranks: Communicator) -> RankGroup:
         return RankGroup()
     kept = state_of(ranks.users_group)
     group = kept.background_of()
-    if not all(
-        ranks.gather_objects(
-            "find the group for saves in the background", group is not None and not state_of(group).is_closed
-        )
-    ):
+    is_usable = group is not None and not state_of(group).is_closed
+    if not all(ranks.gather_objects("find the group for saves in the background", is_usable)):
         with ranks.waiting("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN)
             kept.background_of = weak(group)

@@ -144,7 +144,7 @@ def _wait_for_all(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None
         if state_of(group).is_closed:
             raise RuntimeError("this rank has ended the wait")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{group.size() - store.add(come, 0)} ranks have not come within {timeout}")
+            raise RuntimeError(f"{store.add(come, 0)} of {group.size()} ranks have come within {timeout}")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _ASK_EVERY_S)
 

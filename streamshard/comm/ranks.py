@@ -219,7 +219,7 @@ class RankGroup:
             group = host_group_of(self.users_group if with_replicas else self.group)
             gathered = gather_to_first(group, (name, data), timeout)
         try:
-            reply = None if gathered is None else _answer(gathered, answer)
+            reply = None if gathered is None else _answer_if_alike(gathered, answer)
             with self.waiting(what):  # no second entry in the log: children come here before their parents
                 reply = send_to_all(group, reply, timeout)
         except BaseException as error:  # between the two halves too: this rank has come, and others wait for it
@@ -282,7 +282,7 @@ def _attempt(action: Callable[[], object]) -> tuple[bytes, BaseException | None]
         return _ERROR + describe(caught).encode(errors="backslashreplace"), caught
 
 
-def _answer(gathered: Sequence[tuple[str, bytes]], answer: Callable[[list[bytes]], bytes]) -> bytes:
+def _answer_if_alike(gathered: Sequence[tuple[str, bytes]], answer: Callable[[list[bytes]], bytes]) -> bytes:
     """The result of `answer`; the names of exchanges if ranks came to different ones."""
     names = [name for name, _ in gathered]
     if len(set(names)) == 1:

@@ -190,7 +190,7 @@ def test_a_backward_that_fails_inside_no_sync_leaves_no_sums(context: RankContex
 
 @on_ranks(4)
 def test_memory_is_what_the_formula_says(context: RankContext) -> None:
-    """4 bytes of main weights, and moments, over all ranks; 2 bytes over the ranks of a replica."""
+    """4 bytes of main weights, and moments, over all ranks; 2 over the ranks of a replica; 4 for sums of no_sync()."""
     model: Any = sharded_model(stack_of(Layer, 6), precision=BF16, **outer(2, 2))
     engine = engine_inside(model)
     optimizer = adamw(model)
@@ -202,6 +202,13 @@ def test_memory_is_what_the_formula_says(context: RankContext) -> None:
     assert held(Category.ALL_GATHER_INPUTS) == 2 * numel // 2
     moments = sum(state["exp_avg"].numel() for state in optimizer.state.values())
     assert moments <= numel // 4
+    before = held(Category.STAGING)
+    for _ in range(2):
+        with model.no_sync():
+            stack_step(model, Call(0, context.rank, 4, 1.0))
+        stack_step(model, Call(0, context.rank, 4, 1.0))
+        assert held(Category.STAGING) - before == 4 * numel // 2
+        assert model.memory_report().held_bytes["staging"] == held(Category.STAGING)
 
 
 @on_ranks(4)
