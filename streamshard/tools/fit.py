@@ -36,7 +36,8 @@ class Stage:
         total_bytes, host_total_bytes: the sums on the device and in host memory, with those for Adam.
         all_gathers, reductions: the number of collectives in one forward and one backward, which are a step without
             accumulation, or by ``model.accumulate``.
-        sent_bytes: bytes that the rank sends for these collectives.
+        sent_bytes: bytes that the rank sends for these collectives, inside its replica.
+        outer_bytes: bytes that it sends to other replicas in a step.
         exchanged: by pass; and `loop`, of a forward and a backward of a loop over micro-batches.
     """
 
@@ -49,6 +50,7 @@ class Stage:
     all_gathers: int
     reductions: int
     sent_bytes: int
+    outer_bytes: int
     exchanged: Exchanged
     loop: Exchanged
 

@@ -97,13 +97,13 @@ class Plan:
                     lines.append(row(f"  {name}", sizes))
         count, of_all = self.accumulate, "" if self.accumulate is None else f" of {self.accumulate} micro-batches"
         lines += [
-            f"\nsent by a rank in a step{of_all}"
-            + ", activations aside" * (self.tp * self.ep > 1)
-            + ", within its replica" * (self.replicas > 1),
+            f"\nsent by a rank in a step{of_all}" + ", activations aside" * (self.tp * self.ep > 1),
             row("  all-gathers", (stage.all_gathers for stage in self.stages)),
             row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
         ]
+        if self.replicas > 1:
+            lines.append(row(f"  {unit_name} to other replicas", (size(stage.outer_bytes) for stage in self.stages)))
         if count is not None:
             lines.append(row(f"  {unit_name} in a loop", (size(each.loop.sent_bytes(count)) for each in self.stages)))
         lines += [
@@ -184,8 +184,7 @@ def plan(
         tp, ep: over how many ranks DTensors of tensor parallelism, or of experts, are cut. A function that builds the
             model gets their mesh as its argument. Sizes are of the mesh's first rank, whose parts are the largest.
         transport: "nccl" (GPUs), "sockets" (CPUs of several machines) or "shared-memory" (CPUs of one machine).
-        replicas: how many groups of `world_size` ranks train the model together, on a 2-D mesh. What they send to each
-            other is not counted.
+        replicas: how many groups of `world_size` ranks train the model together, on a 2-D mesh.
         weight_slots: add a stage with this number of weight slots. None: with a budget that ZeRO-3 fits and ZeRO-2 does
             not, the largest number that fits.
         budget: memory of a rank: bytes, or text such as "80GiB".

@@ -203,7 +203,7 @@ class Planner(NamedTuple):
         )
         here = report.total_bytes + report.adam_bytes + report.chunk_bytes
         on_host = report.host_total_bytes + report.host_adam_bytes
-        counts = gathers, reductions, exchanged.sent_bytes(1)
+        counts = gathers, reductions, exchanged.sent_bytes(1), _sent_over_replicas(engine)
         return Stage(name, weights, grads, report, here, on_host, *counts, exchanged, loop)
 
     def units(self) -> list[PlannedUnit]:
@@ -343,12 +343,12 @@ def _host_bytes_of(engine: Engine) -> HostBytes:
 
 
 def _exchanged_of(engine: Engine) -> Exchanged:
-    """What the rank of a planned engine sends, with gradients in the slots that units have now."""
+    """What the rank of a planned engine sends inside its replica, with gradients in the slots that units have now."""
 
     def sent(flat: FlatParam, ranks: Communicator, dtype: torch.dtype) -> int:
         # Each other rank receives this rank's shards, and chunks of this rank's gradients.
-        parts = flat.ranks.world_size // ranks.world_size
-        return (ranks.world_size - 1) * parts * flat.layout.shard_numel * dtype.itemsize
+        receivers, parts = flat.inner.world_size - 1, flat.ranks.world_size // ranks.world_size
+        return receivers * parts * flat.layout.shard_numel * dtype.itemsize
 
     forward, backward = (
         sum(sent(flat, flat.inner, flat.kind.wire_dtype) for unit in units for flat in unit.flat_params)
@@ -360,3 +360,23 @@ def _exchanged_of(engine: Engine) -> Exchanged:
         for flat in reduced
     )
     return Exchanged(forward, backward, grads, engine.plan.keeps_weights, engine.plan.keeps_grads)
+
+
+def _sent_over_replicas(engine: Engine) -> int:
+    """Bytes that the rank of a planned engine sends to other replicas in a step: gradients, and weights if cut."""
+    outer, replicas, total = engine.outer, engine.reductions.replicas, 0
+    for flat in (flat for unit in engine.units for flat in unit.trained):
+        numel = flat.layout.shard_numel
+        if outer is not None:
+            receivers = outer.ranks.world_size - 1
+            total += receivers * numel * flat.kind.wire_dtype.itemsize
+            if outer.is_in_order:
+                dtype = flat.reduce_ranks.transport.sent_dtype(flat.kind.mode, flat.grads.dtype)
+                total += receivers * flat.inner.world_size * numel * dtype.itemsize
+            else:
+                total += receivers * numel * torch.float32.itemsize
+        elif replicas is not None:
+            count = replicas.ranks.world_size
+            # A ring reduces, and gathers. In rank order a sum goes to the next replica, and comes back from the last.
+            total += 2 * (count - 1) * numel * torch.float32.itemsize // count
+    return total

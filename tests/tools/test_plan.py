@@ -212,6 +212,39 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
         assert sent.sent_bytes == planned.sent_bytes
 
 
+class _SentOverReplicas(Observer):
+    """Counts the bytes that this rank sends to other replicas."""
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self.sent_bytes = 0
+
+    def on_collective(self, stream: StreamName, collective: Collective, tag: Any, reads: Any, writes: Any) -> None:
+        """See `Observer.on_collective`."""
+        if stream is StreamName.REPLICA and writes[0].dtype is not torch.uint8:  # flags
+            whole = reads[0] if collective is Collective.REDUCE_SCATTER else writes[0]
+            ways = 2 if collective is Collective.ALL_REDUCE else 1
+            self.sent_bytes += ways * whole.nbytes * (self._replicas - 1) // self._replicas
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_step_sends_other_replicas_what_the_plan_says(context: RankContext, is_cut: bool) -> None:
+    """Averages of main grads; with state over all ranks weights and gradients."""
+    mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
+    planned = plan(_half_frozen, context.world_size // 2, replicas=2, shard_over_replicas=is_cut)
+    with simulated_device():
+        model = StreamShard(_half_frozen(), mesh=mesh, shard_over_replicas=is_cut)
+    optimizer = adamw(model)
+    for count in range(2):  # frozen weights cross once
+        sent = _SentOverReplicas(2)
+        with engine_inside(model).streams.observed_by(sent):
+            lm_step(model, Call(count, context.rank, context.world_size, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sent.sent_bytes == planned.stages[0].outer_bytes > 0
+
+
 @on_ranks(2)
 def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: RankContext) -> None:
     """Memory with the sums, and collectives. A loop sends what the plan says too, in ``no_sync()`` but for its end."""
@@ -414,7 +447,7 @@ def test_the_command_takes_the_arguments_of_plan(capsys: pytest.CaptureFixture[s
         assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(wanted)))
         assert main(command) == 0
         assert (text := capsys.readouterr().out) == f"{wanted}\n"
-    assert "parameters on 2 ranks in each of 3 replicas" in text and "sent by a rank in a step, within its" in text
+    assert "parameters on 2 ranks in each of 3 replicas" in text and "MiB to other replicas" in text
 
 
 def test_arguments_that_a_plan_cannot_have_are_named() -> None:
