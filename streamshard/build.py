@@ -233,8 +233,6 @@ def make_engine(
         *(layouts, plan, ranks, experts or ranks, ledger, take, homes, inner),
         reduces_at_once=outer is not None and outer.is_in_order,
         keeps_main_grads=settings.keep_main_grads,
-        # Not if gradients of other replicas come into main grads.
-        has_main_in_slots=outer is None and not (replicas is not None and replicas.in_order),
     )
     reductions = Reductions(units, ranks, ledger, replicas, outer)
     buffers = BufferSync(ranks)
@@ -268,12 +266,12 @@ def plan_engine(
     if settings.shard_over_replicas and replicas is None:
         raise ConfigError("shard_over_replicas=True without replicas: say how many there are, replicas=2")
     axis = levels = None
-    if replicas is not None and settings.shard_over_replicas:
+    if replicas is not None and settings.cuts_over_replicas:
         kind = "nccl" if ranks.kind == "nccl" else "sockets"  # between machines
         levels = ranks, PlannedRanks(replicas.world_size, kind)
         ranks = PlannedRanks(ranks.world_size * replicas.world_size, kind)
     elif replicas is not None:
-        axis = Replicas(replicas, in_order=settings.precision.sums_in_rank_order)
+        axis = Replicas(replicas)
     layouts = layouts or plan_layouts(checked, ranks, experts)
     engine = make_engine(checked, layouts, Connected(ranks, axis, experts, levels), lambda layout, flat_params: None)
     engine.predict_ends()
@@ -368,12 +366,12 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
         who = groups_of(resolve_group(device))
     has_host = settings.offload is not None
     problem = _problem_of_host(who, device) if has_host else None
-    if settings.shard_over_replicas and problem is None:
+    if settings.cuts_over_replicas and problem is None:
         problem = _problem_of_levels(who, settings)
     refuse_together(who.all_ranks, problem)
     raise_if(problem)
     streams = Streams(device, has_host=has_host)
-    if settings.shard_over_replicas and who.replicate is not None:
+    if settings.cuts_over_replicas and who.replicate is not None:
         inner = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
         outer = Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks)
         return Connected(Communicator(who.all_ranks, streams), levels=(inner, outer))
@@ -381,14 +379,10 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
     experts = replicas = None
     if who.replicate is not None:
         holders = Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks)
-        replicas = Replicas(holders, in_order=settings.precision.sums_in_rank_order)
-        replicas.meet()
+        replicas = Replicas(holders)
     if who.experts is not None:
         group, parts = who.experts
         experts = Communicator(group, streams, StreamName.COMM, who.all_ranks, who.replica, parts)
-    if replicas is not None and replicas.in_order:  # then sums are over all ranks
-        for each in filter(None, (ranks, experts)):
-            each.grad_divisor *= replicas.ranks.world_size
     return Connected(ranks, replicas, experts)
 
 
@@ -396,7 +390,10 @@ def _problem_of_levels(who: Groups, settings: Settings) -> ConfigError | None:
     """Why state cannot be cut over replicas too; None: it can."""
     name = "shard_over_replicas=True"
     if who.replicate is None:
-        return ConfigError(f"{name} without replicas: give a 2-D mesh, replicate x shard, or leave it away")
+        told = f"{name} without replicas: give a 2-D mesh, replicate x shard, or leave it away"
+        return ConfigError(told) if settings.shard_over_replicas else None
+    if not settings.shard_over_replicas:
+        name = "sums_in_rank_order=True with replicas, which cuts state over them too"
     if who.tensor_parallel is not None or who.experts is not None:
         advice = "leave it away, or give a 1-D mesh of the ranks with the same part"
         return ConfigError(f"{name}, and the model has DTensors: {advice}")

@@ -76,8 +76,8 @@ class Precision:
         grad_dtype: dtype of the gradients that are sent, and with ``grad_slots="all"`` of the sum over backwards inside
             ``no_sync()``; None means `reduce_dtype`.
         sums_in_rank_order: add gradients over ranks in rank order, beginning at main grads, so that sums have the same
-            bits on any number of ranks, replicas of a 2-D mesh included. Within a shard group CPU ranks always do.
-            Parameters that compute in fp32 are included.
+            bits on any number of ranks. Within a shard group CPU ranks always do. On a 2-D mesh it cuts state over
+            replicas, as ``shard_over_replicas`` does. Parameters that compute in fp32 are included.
         output_dtype: dtype of the model's floating-point outputs, so that a loss outside is in fp32; None: outputs are
             not cast. float64, ``cache`` and ``past_key_values`` are not cast either. If an output has a ``loss``
             (transformers, with labels), only the loss and other scalars are cast: no second copy of the logits is made.
@@ -225,6 +225,11 @@ class Settings:
         if self.offload and "all" in (self.weight_slots, self.grad_slots):
             what = 'offload="state" streams layers from host memory through a few slots'
             raise ConfigError(f'{what}, and "all" slots hold the model: leave weight_slots and grad_slots away')
+
+    @property
+    def cuts_over_replicas(self) -> bool:
+        """State is cut over replicas, if there are any: sums in rank order are over all ranks at once."""
+        return self.shard_over_replicas or self.precision.sums_in_rank_order
 
     def slots_on(self, world_size: int) -> tuple[SlotCount, GradSlots]:
         """The numbers of weight slots and gradient slots on `world_size` ranks.

@@ -25,7 +25,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, StreamName, Streams, Work
-from streamshard.comm.transport import AllToAll, Gather, Hop, Reduction, Transport
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport
 from streamshard.config import ReductionMode
 from streamshard.core.module_state import engine_of
 
@@ -137,14 +137,6 @@ class AdversarialTransport(Transport):
         """See `Transport.start_average`."""
         self._issue(None, Collective.ALL_REDUCE, tag, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor, tag))
-
-    def start_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_hop`. The next rank waits for what is sent, without this one."""
-        self._issue_hop(hop, tensor, tag)
-        if hop is not Hop.SEND:
-            return self._start(lambda: self.inner.start_hop(hop, tensor, tag))
-        with unobserved(self.streams):
-            return self.inner.start_hop(hop, tensor, tag)
 
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_flags`. Until it is waited for `gathered` holds 255s."""

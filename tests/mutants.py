@@ -385,13 +385,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("OuterShards.forget", Drop("self._main_adds.clear()"), "outer_shards:fails"),
         ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way"),
     ],
-    "core/over_replicas": [
-        ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
-        ("OverReplicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
-        ("OverReplicas.finish", Swap("arrived in", "_ in"), "replicas"),
-        ("OverReplicas.finish", Swap("sorted(self._left)", "()"), "replicas"),
-        ("OverReplicas.add", Swap("not self._is_synced", "False"), "replicas"),
-    ],
     "core/reductions": [
         ("Reductions.summing", Drop("self._divide_by(before)"), "transformers:training_equals"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
@@ -425,8 +418,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.finish", Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
     ],
     "core/replicas": [
-        ("Replicas.begin", Swap(" or self.in_order", ""), "replicas"),
-        ("Replicas.receive", Swap("return True", "return False"), "replicas"),
+        ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
+        ("OverReplicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
+        ("OverReplicas.finish", Swap("arrived in", "_ in"), "replicas"),
+        ("OverReplicas.finish", Swap("sorted(self._left)", "()"), "replicas"),
+        ("OverReplicas.add", Swap("not self._is_synced", "False"), "replicas"),
     ],
     "core/tied": [
         ("TiedHead.pass_by", Swap("is_present=False", "is_present=True"), "tied"),

@@ -39,7 +39,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import device as devices
 from streamshard.comm import tree
 from streamshard.comm.streams import Collective, Observer, StreamName, Work
-from streamshard.comm.transport import Hop
 from streamshard.core import graph_hooks
 from streamshard.core.backward import Backward
 from streamshard.core.engine import Engine
@@ -468,11 +467,6 @@ class LateTransport(AdversarialTransport):
 
         self.held.put(do)
         return None
-
-    def start_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_hop`."""
-        self._issue_hop(hop, tensor, tag)
-        return self._start(lambda: self.inner.start_hop(hop, tensor, tag))
 
     def _spoil(self, slot: torch.Tensor, keep: torch.Tensor | None) -> None:
         """Behind what is held back: a reduction may still read the slot."""

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import streamshard
-from streamshard import LocalSGD, Precision, StreamShard
+from streamshard import LocalSGD, StreamShard
 from streamshard.comm.streams import Rule
 from streamshard.core import late_step
 from tests.models import vector_batch
@@ -34,7 +34,7 @@ _ELSEWHERE = ("optim/rounds",)  # test_each_wait_of_a_round_is_needed
 # The detector does not see what these guard. Tests of events do: of averages of weights in test_simulated_device; of
 # chunks, factors, building and others' copies in host memory in test_offload.
 _UNSEEN = (
-    "core/replicas: self._written.wait() 2",
+    "core/replicas: self._written.wait() 1",
     "core/replicas: averaged.wait() 1",
     "core/host: self._written.wait() 1",
     "core/host: self._written.wait() 2",
@@ -109,19 +109,17 @@ def _stepping(model: Any, context: RankContext) -> None:
 
 
 Run = Callable[[Any, RankContext], None]
-IN_ORDER = Precision(sums_in_rank_order=True)
 _SLOTS: dict[str, Any] = {"weight_slots": "all"}
 _OFFLOAD: dict[str, Any] = {"offload": "state"}
-_ON_MESHES = ("core/replicas", "core/outer_shards", "core/over_replicas")
+_ON_MESHES = ("core/replicas", "core/outer_shards")
 # By file: the ways and their settings, of which one has a race without the wait.
 _RUNS: dict[str, tuple[tuple[Run, dict[str, Any]], ...]] = {
     "core/engine": ((_skipping, {}),),
     "core/forward": ((_plain, {}),),
     "core/host": ((_plain, _OFFLOAD), (_skipping, _OFFLOAD)),
     "core/outer_shards": ((_plain, {}), (_adding, {}), (_routed, {})),
-    "core/over_replicas": ((_adding, {}),),
     "core/reductions": ((_plain, {}), (_accumulating, _SLOTS), (_stepping, {})),
-    "core/replicas": ((_adding, {}), (_adding, {"precision": IN_ORDER}), (_local, {})),
+    "core/replicas": ((_adding, {}), (_local, {})),
     "core/slots": ((_plain, {}), (_plain, _SLOTS), (_routed, {})),
     "core/unit": ((_plain, {}), (_plain, _OFFLOAD)),
 }

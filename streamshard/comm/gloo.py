@@ -11,7 +11,7 @@ import torch.distributed as dist
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.host_groups import state_of
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Gather, Hop, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
 # A flat parameter has one tag for its all-gathers, one for its reductions, and one for gathers of full tensors. gloo
@@ -65,18 +65,6 @@ class PairwiseTransport(Transport):
                 tensor.div_(self.world_size)
 
         return Exchange(divide, [work], self.group)
-
-    def start_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_hop`."""
-        self._issue_hop(hop, tensor, tag)
-        group, tag = self.group, tag * _TAGS_EACH + 1
-        if hop is Hop.RECEIVE:
-            work = group.recv([tensor], self.rank - 1, tag)
-        elif hop is Hop.SEND:
-            work = group.send([tensor], self.rank + 1, tag)
-        else:
-            work = dist.broadcast(tensor, group=group, group_src=self.world_size - 1, async_op=True)
-        return Exchange(None, [work], group)
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Gather, Hop, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
 from streamshard.torch_private import AllgatherOptions, ReduceScatterOptions
@@ -126,30 +126,6 @@ class NcclTransport(Transport):
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
             tensor.mul_(1.0 / self.world_size)
         return None
-
-    def start_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_hop`."""
-        self._issue_hop(hop, tensor, tag)
-        with self.streams.on(self.stream):
-            if hop is Hop.RECEIVE:
-                dist.recv(tensor, group=self.group, group_src=self.rank - 1)
-            elif hop is Hop.SEND:
-                dist.send(tensor, group=self.group, group_dst=self.rank + 1)
-            else:
-                dist.broadcast(tensor, group=self.group, group_src=self.world_size - 1)
-        return None
-
-    def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_flags`. A tree reduces. A ring gathers: 2 ms with 1,024 ranks."""
-        self._issue(RecordKind.GATHER, Collective.ALL_REDUCE, tag, reads=(flags,), writes=(gathered,))
-        with self.streams.on(self.stream):
-            gathered.copy_(flags)
-            dist.all_reduce(gathered, op=dist.ReduceOp.MAX, group=self.group)
-        return None
-
-    def flags_numel(self, count: int) -> int:
-        """See `Transport.flags_numel`."""
-        return count
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """See `Transport.start_all_to_all`."""

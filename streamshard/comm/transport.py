@@ -14,7 +14,6 @@ than this exchange (docs/internals/log.md).
 from __future__ import annotations
 
 import abc
-import enum
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -88,17 +87,6 @@ class AllToAll(NamedTuple):
     received_numels: list[int]
 
 
-class Hop(enum.Enum):
-    """A part of a sum that goes from rank to rank: each adds its own, and the last one has the sum."""
-
-    RECEIVE = enum.auto()
-    """From the rank before."""
-    SEND = enum.auto()
-    """To the rank behind."""
-    RESULT = enum.auto()
-    """From the last rank to all."""
-
-
 class Transport(abc.ABC):
     """Moves a unit's bytes between ranks.
 
@@ -148,16 +136,6 @@ class Transport(abc.ABC):
         Args:
             tensor: any fp32 tensor.
             tag: index of the flat parameter whose main grads `tensor` holds; None: it holds something else.
-        """
-
-    @abc.abstractmethod
-    def start_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> Work | None:
-        """Start a part of a sum along the ranks of the group.
-
-        Args:
-            hop: says which rank sends, and which receives.
-            tensor: [n] fp32, sent or overwritten.
-            tag: index of the flat parameter whose main grads `tensor` holds.
         """
 
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
@@ -231,12 +209,6 @@ class Transport(abc.ABC):
         for observer in self.streams.observers:
             observer.on_collective(self.stream, what, tag, reads, writes)
 
-    def _issue_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> None:
-        reads = () if hop is Hop.RECEIVE else (tensor,)
-        writes = () if hop is Hop.SEND else (tensor,)
-        kind = RecordKind.AVERAGE if hop is Hop.RESULT else None  # the logs of all ranks are equal
-        self._issue(kind, Collective.ALL_REDUCE, tag, reads=reads, writes=writes)
-
     def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
         """Called before ranks communicate without this transport."""
 
@@ -265,10 +237,6 @@ class AloneTransport(Transport):
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """See `Transport.start_average`. The mean over one rank."""
-        return None
-
-    def start_hop(self, hop: Hop, tensor: torch.Tensor, tag: int) -> Work | None:
-        """See `Transport.start_hop`. There is no other rank."""
         return None
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:

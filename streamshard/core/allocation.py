@@ -29,7 +29,6 @@ def allocate_units(
     *,
     reduces_at_once: bool,
     keeps_main_grads: bool,
-    has_main_in_slots: bool,
 ) -> list[Unit]:
     """Allocate slots, and make the units.
 
@@ -44,7 +43,6 @@ def allocate_units(
         inner: the ranks of all-gathers and reductions in a step; None: those that cut a flat parameter.
         reduces_at_once: all ranks that cut a flat parameter reduce it at once, not `inner`.
         keeps_main_grads: main grads always have memory.
-        has_main_in_slots: main grads may lie in gradient slots that no other unit uses.
     """
     weight_slots, wires = _weight_slots(layouts, plan, ranks, ledger)
     flat_params: list[list[FlatParam]] = []
@@ -58,7 +56,7 @@ def allocate_units(
             if reduces_at_once:
                 flat.reduce_ranks = ranks
         take(layout, flat_params[-1])
-    keeps_slot = plan.keeps_grads and has_main_in_slots
+    keeps_slot = plan.keeps_grads and inner is None
     grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots, keeps_main_grads)
     units = []
     for index, layout in enumerate(layouts):

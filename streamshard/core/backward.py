@@ -56,7 +56,7 @@ class Backward(Phase):
         is_local = not engine.is_synced and not engine.is_whole
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
         over_replicas = engine.reductions.over_replicas
-        leaves = over_replicas is not None and over_replicas.leaves_grads
+        leaves = over_replicas is not None and over_replicas.averages_grads
         self._leaves_to_replicas = is_local and leaves and not engine.plan.keeps_grads
         self._schedule = Schedule([], engine.plan.weights, engine.plan.is_streamed, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through

@@ -24,8 +24,8 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
-from streamshard.core.over_replicas import OverReplicas
 from streamshard.core.params import FlatParam
+from streamshard.core.replicas import OverReplicas
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.planning.layout import UnitLayout
@@ -128,8 +128,8 @@ class OuterShards(OverReplicas):
         self._turn = 1 - self._turn
         self._drained[self._turn].wait()  # rule 3
 
-    def receive(self, unit: Unit) -> bool:
-        """See `OverReplicas.receive`. Allocates sums, if the unit has none: its gradients are in the slot already."""
+    def prepare(self, unit: Unit) -> None:
+        """See `OverReplicas.prepare`. Allocates sums, if the unit has none: its gradients are in the slot already."""
         if not self._is_synced and unit.index not in self._sums:
             self._sums[unit.index] = []
             for flat in unit.trained:
@@ -137,7 +137,6 @@ class OuterShards(OverReplicas):
                 sums = self._ledger.allocate(Category.STAGING, numel, torch.float32)
                 self._sums[unit.index].append(sums)
                 flat.place_sums(sums)
-        return False
 
     def end_reduction(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         """See `Home.end_reduction`. `add` follows, which knows what the host has to complete."""

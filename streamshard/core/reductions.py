@@ -74,7 +74,7 @@ class Reductions:
         self.over_replicas = replicas or (None if outer is None or outer.is_in_order else outer)
         self.is_open = False
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
-        self._averaged = 1 if replicas is None or replicas.in_order else ranks.n_replicas  # replicas average quotients
+        self._averaged = 1 if replicas is None else ranks.n_replicas  # replicas average quotients
         self._units = units
         self._inner = units[0].inner
         self._scale = 1.0
@@ -191,8 +191,9 @@ class Reductions:
             unit.collect(self._scale, self._others.pop(unit.index, ()))
             if not self._reduces:
                 return
-            adds = self.over_replicas is not None and self.over_replicas.receive(unit)
-            works = unit.start_reduce(adds=adds)
+            if self.over_replicas is not None:
+                self.over_replicas.prepare(unit)
+            works = unit.start_reduce()
             self._scratches.add(unit.grads.slot.scratch)
         before, self._next = self._next, None
         if unit.index in self._hooked:

@@ -1,34 +1,108 @@
-"""Hybrid sharding: main grads are averaged over the ranks that hold the same shard of other replicas of the model.
+"""Reductions over the replicas of a 2-D mesh (replicate x shard), each behind the same unit's in the shard group.
 
-The mesh is replicate x shard. Gradients are reduced within a shard group first, so only 1/N of them crosses the
-replicate axis, in fp32 (FSDP's HYBRID_SHARD, ZeRO++'s hierarchy). Averages run on a stream of their own, after the
-unit's reduction and beside later all-gathers and reductions, while backward goes on. See [Note: averages].
+Gradients are reduced within a shard group first, so only 1/N of them crosses the replicate axis, in fp32 (FSDP's
+HYBRID_SHARD, ZeRO++'s hierarchy). Reductions over replicas run on a stream of their own, beside later all-gathers and
+reductions, while backward goes on. `Replicas` averages main grads; see [Note: averages].
+`streamshard.core.outer_shards` cuts state over replicas too.
+
+A backward inside ``no_sync()`` leaves its gradients summed in the shard group. The first backward outside reduces the
+sums over replicas, also of units that it does not reach itself.
+
+On CPUs the host has to complete a reduction before the one over replicas can start. It does so when the next unit's
+reduction starts: by then the first one is usually over.
 
 [Note: averages]
 A unit's gradients may come in several parts in one backward, each with a reduction. Averaging an average again changes
 nothing, so after each part all main grads of the unit are averaged: mean(mean(g) + h) = mean(g + h). For the same
 reason a backward inside ``no_sync()`` averages nothing: the first backward outside averages the sums.
-
-[Note: sums along replicas]
-With ``Precision(sums_in_rank_order=True)`` a sum goes from replica to replica instead. Each replica receives the main
-grads of the replica before, lets its own reduction add to them, and sends them on. The last replica then has the sum
-over all ranks in rank order, with the bits of one shard group of all ranks. It sends the sum to all, a few units later:
-so no replica waits for the last one before it sends the next unit on. Each reduction of a unit begins at the sum of the
-earlier ones, also inside ``no_sync()``.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
-from streamshard.comm.transport import Hop
-from streamshard.core.over_replicas import OverReplicas
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError
+
+
+class OverReplicas(abc.ABC):
+    """The reductions over replicas of one model. Owns the fences around them.
+
+    Args:
+        ranks: the ranks with the same place in each replica.
+        what: the tensors that they reduce, for messages.
+
+    Attributes:
+        averages_grads: False while replicas train on their own (local SGD).
+    """
+
+    def __init__(self, ranks: Communicator, what: str) -> None:
+        self.ranks = ranks
+        self.averages_grads = self._is_synced = True
+        self._left: dict[int, Unit] = {}  # by index: reduced inside no_sync()
+        self._last: Unit | None = None  # reduced in the shard group, not over replicas
+        self._under_way: dict[int, Fence] = {}  # by unit
+        self._reduced = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what, StreamName.REPLICA)
+
+    def begin(self, *, is_synced: bool) -> None:
+        """A backward begins, outside of ``no_sync()`` (True) or inside."""
+        self._is_synced = is_synced
+
+    def prepare(self, unit: Unit) -> None:  # noqa: B027  # averages need nothing before
+        """The reduction of `unit` in the shard group comes next."""
+
+    def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
+        """The reduction of `unit` in the shard group was started. The host need not complete None."""
+        if not self.averages_grads:
+            return
+        if not self._is_synced:
+            self._left[unit.index] = unit
+            return
+        self._left.pop(unit.index, None)
+        self._last = unit
+        self._reduced.record(*reduction)
+        if not self._reduced.works:
+            self.flush()
+
+    def flush(self) -> None:
+        """Start the reduction over replicas of the unit that was added last."""
+        unit, self._last = self._last, None
+        if unit is not None:
+            with self.ranks.waiting("the reduction over replicas of", unit.name):
+                self._reduced.wait()  # rule 7
+                self._start(unit)
+
+    @abc.abstractmethod
+    def _start(self, unit: Unit) -> None:
+        """Start the reduction of `unit`."""
+
+    def finish_before(self, unit: Unit) -> None:
+        """More gradients of `unit` are about to be written. The reduction of the unit before starts."""
+        self.flush()
+        with self.ranks.waiting("the reduction over replicas of", unit.name):
+            self._finish_one(unit.index)
+
+    @abc.abstractmethod
+    def _finish_one(self, index: int) -> None:
+        """The next reduction of the unit with this index may start afterwards."""
+
+    def finish(self) -> None:
+        """The backward is over: let the compute stream wait for all main grads."""
+        self.flush()
+        for index in sorted(self._left) if self._is_synced else ():
+            self.add(self._left[index], ())
+        under_way, self._under_way = self._under_way, {}
+        for arrived in under_way.values():
+            arrived.wait()  # rule 7
+
+    def forget(self) -> None:
+        """A backward has failed: all gradients are discarded."""
+        self._left.clear()
 
 
 class Replicas(OverReplicas):
@@ -36,90 +110,16 @@ class Replicas(OverReplicas):
 
     Args:
         ranks: the replicate axis.
-        in_order: see [Note: sums along replicas].
-
-    Attributes:
-        averages_grads: False while replicas train on their own (local SGD).
     """
 
-    def __init__(self, ranks: Communicator, *, in_order: bool) -> None:
+    def __init__(self, ranks: Communicator) -> None:
         super().__init__(ranks, "main grads to average")
-        self.in_order = in_order
-        self.averages_grads = True
         self._warmup_steps: int | None = None
-        # By index: sent on to the next replica. The sum over all comes later.
-        self._sent: dict[int, tuple[Unit, list[Work | None]]] = {}
-        what, target = "main grads to average", StreamName.REPLICA
-        self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, target)
-        what, target = "main grads of the replica before", StreamName.COMM
-        self._received = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, what, target)
-
-    def meet(self) -> None:
-        """Let neighbours meet, if in order. Else NCCL would make communicators for two ranks in the first backward."""
-        if not self.in_order:
-            return
-        transport, streams = self.ranks.transport, self.ranks.streams
-        is_last = self.ranks.rank == self.ranks.world_size - 1
-        with self.ranks.waiting("the first meeting of neighbouring replicas"), streams.on(self.ranks.stream):
-            token = torch.zeros(1, device=streams.device)
-            for hop in [Hop.RECEIVE] * (self.ranks.rank > 0) + [Hop.SEND] * (not is_last):
-                if (work := transport.start_hop(hop, token, 0)) is not None:
-                    work.wait()
-
-    def begin(self, *, is_synced: bool) -> None:
-        """See `OverReplicas.begin`. In order each micro-batch is summed."""
-        super().begin(is_synced=is_synced or self.in_order)
-
-    @property
-    def leaves_grads(self) -> bool:
-        """See `OverReplicas.leaves_grads`."""
-        return self.averages_grads and not self.in_order
-
-    def receive(self, unit: Unit) -> bool:
-        """The reduction of `unit` comes next. Let it begin at the main grads of the replica before, if in order.
-
-        Returns:
-            Whether it adds to these.
-        """
-        if not self.in_order or self.ranks.rank == 0:
-            return False
-        unit.grads.make_memory()
-        # Compute may have allocated, zeroed or clipped main grads, which are overwritten now.
-        self._written.record()
-        self._written.wait()  # rule 4
-        with self.ranks.waiting("the gradients of earlier replicas of", unit.name):
-            self._received.record(*self._start_hops(Hop.RECEIVE, unit))
-            self._received.wait()  # rule 7
-        return True
-
-    def _start_hops(self, hop: Hop, unit: Unit) -> list[Work | None]:
-        transport = self.ranks.transport
-        return [transport.start_hop(hop, flat.main_grads, flat.tag) for flat in unit.trained]
-
-    def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
-        """See `OverReplicas.add`. In local SGD nothing is averaged."""
-        if self.averages_grads:
-            super().add(unit, reduction)
+        what, replica = "main grads to average", StreamName.REPLICA
+        self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, replica)
 
     def _start(self, unit: Unit) -> None:
-        if self.in_order:
-            self._send(unit)
-        else:
-            self._under_way[unit.index] = self._average([(flat.main_grads, flat.tag) for flat in unit.trained])
-
-    def _send(self, unit: Unit) -> None:
-        """Send the unit's main grads on, and start the result of an earlier one."""
-        is_last = self.ranks.rank == self.ranks.world_size - 1
-        self._sent[unit.index] = unit, [] if is_last else self._start_hops(Hop.SEND, unit)
-        if len(self._sent) > self.ranks.world_size:
-            self._start_result(next(iter(self._sent)))
-
-    def _start_result(self, index: int) -> None:
-        unit, sends = self._sent.pop(index)
-        result = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "main grads of all replicas")
-        # The result overwrites main grads that this rank has sent. They have arrived: the last replica added to them.
-        result.record(*sends, *self._start_hops(Hop.RESULT, unit))
-        self._under_way[index] = result
+        self._under_way[unit.index] = self._average([(flat.main_grads, flat.tag) for flat in unit.trained])
 
     def _average(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
         """Start averages of (tensor, message tag) pairs. Returns the fence after them."""
@@ -128,8 +128,6 @@ class Replicas(OverReplicas):
         return averaged
 
     def _finish_one(self, index: int) -> None:
-        if index in self._sent:
-            self._start_result(index)
         if index in self._under_way:
             self._under_way.pop(index).wait()  # rule 7
 
@@ -165,10 +163,3 @@ class Replicas(OverReplicas):
                 "of one backward are averaged over replicas or not"
             )
         self._warmup_steps = warmup_steps
-
-    def finish(self) -> None:
-        """See `OverReplicas.finish`."""
-        self.flush()
-        for index in list(self._sent):
-            self._start_result(index)
-        super().finish()

@@ -303,15 +303,11 @@ class Unit:
             self.guard.mark_gone()
         self._streams.observe(StepEvent.GRAD_WRITTEN, self.index)
 
-    def start_reduce(self, *, adds: bool) -> list[Work | None]:
-        """Start the reduction from slot to main grads (rule 4).
-
-        Args:
-            adds: add to main grads also if this backward has written none.
-        """
-        grads, adds = self.grads, adds or self.grads.state is GradState.FILLED
+    def start_reduce(self) -> list[Work | None]:
+        """Start the reduction from slot to main grads (rule 4)."""
+        grads, adds = self.grads, self.grads.state is GradState.FILLED
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
-        self.grads.make_memory()  # not before: the copied gradients are freed now
+        grads.make_memory()  # not before: the copied gradients are freed now
         grads.slot.finish_writing()
         buffers = [flat.main_grads for flat in self.trained]
         if self.home is not None:

@@ -190,12 +190,7 @@ class LocalSGD(WrappedOptimizer):
             mesh = "mesh=init_device_mesh(device_type, (replicas, ranks in each))"
             raise ConfigError(
                 f"LocalSGD averages over replicas, this model has one: shard it with a 2-D mesh, {mesh}, "
-                "and without shard_over_replicas"
-            )
-        if replicas.in_order:
-            raise ConfigError(
-                "LocalSGD with Precision(sums_in_rank_order=True): replicas that train on their own have no common "
-                "sum: leave sums_in_rank_order out"
+                "and without shard_over_replicas and sums_in_rank_order"
             )
         self.replicas = replicas
         self.replicas.agree_on_warmup(warmup_steps)

@@ -37,7 +37,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
 
     main weights        4 S of flat parameters that train
     main grads          4 S of flat parameters that train, from a unit's reduction until a forward finds no ``.grad``;
-                        0 while they lie in "all" fp32 grad slots, which they do not with replicas in rank order
+                        0 while they lie in "all" fp32 grad slots, which they do not if state is cut over replicas
     frozen weights      m S of the others; m bytes per element of the storage dtype
     quantization        tensors beside packed weights, whole on each rank (`streamshard.forms`)
     wire buffers        w times the elements of the largest unit of each slot, if wire and compute dtype differ
@@ -47,7 +47,8 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     scratch             as the transport asks, at most p times the elements of the largest block for sums in fp32; from
                         the first reduction of a backward to the last one
     flags               N + 1 per parameter; R N + N + 1 with R replicas
-    staging             with ``offload``: 8 times the elements of the largest shard that trains
+    staging             with ``offload``: 8 times the elements of the largest shard that trains. If state is cut over
+                        replicas: 8/N bytes per element of the largest unit; in ``no_sync()`` 4/N of all that train
     norms               with ``offload``: 8 per parameter that trains
 
 All-gathers cast into this rank's range of the weight slot, or wire buffer, which takes no other memory. With

@@ -377,6 +377,6 @@ def _sent_over_replicas(engine: Engine) -> int:
                 total += receivers * numel * torch.float32.itemsize
         elif replicas is not None:
             count = replicas.ranks.world_size
-            # A ring reduces, and gathers. In rank order a sum goes to the next replica, and comes back from the last.
+            # A ring reduces, and gathers.
             total += 2 * (count - 1) * numel * torch.float32.itemsize // count
     return total

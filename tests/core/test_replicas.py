@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard import (
     ConfigError,
-    Precision,
     ShardingError,
     StreamShard,
     export_safetensors,
@@ -42,7 +41,6 @@ from tests.reference import (
 )
 from tests.scenarios import SCENARIOS, reference, sharded, train, trained
 
-IN_ORDER = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
 ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
 # Replicas that are sharded over ranks, and whole ones, which have no slots.
@@ -62,34 +60,22 @@ WHOLE = ("plain", "layers unused on some ranks", "tied", "two backwards", "evalu
 @on_ranks()
 @MESHES
 def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
-    """Layers that only some replicas use, gradients in several parts, exceptions and all. Sums in both orders.
+    """Layers that only some replicas use, gradients in several parts, exceptions and all.
 
     Without races, however late collectives are; all ranks hold the same bits.
     """
-    ways = [
-        (each, ((FP32, NEAR), (IN_ORDER, EXACT))[n % 2], {})
-        for n, each in enumerate(SHARDED if shape[1] > 1 else WHOLE)
-    ]
-    ways += [("a kept graph", (IN_ORDER, EXACT), {})]
-    ways += [("no_sync", mode, ALL_SLOTS) for mode in ((FP32, NEAR), (IN_ORDER, EXACT))]
-    for scenario, (precision, tolerance), slots in ways:
-        model = sharded(scenario, precision, mesh=_mesh(*shape), **slots)
+    ways = [(each, {}) for each in (SHARDED if shape[1] > 1 else WHOLE)]
+    for scenario, slots in [*ways, ("no_sync", ALL_SLOTS)]:
+        model = sharded(scenario, FP32, mesh=_mesh(*shape), **slots)
         with detect_races(model), make_adversarial(model):
             train(model, scenario, context)
             found = full_weights(model)
         # Gradients wait in slots; whole replicas reduce every micro-batch.
         waiting = slots if shape[1] > 1 else {}
         wanted = trained(context, scenario, FP32, **waiting) if waiting else reference(context, scenario, FP32)
-        assert_same(found, wanted, scenario, tolerance)
+        assert_same(found, wanted, scenario, NEAR)
     for other in everywhere(found):
         assert_same(other, found, "rank", EXACT)
-
-
-@on_ranks(4)
-def test_micro_batches_inside_no_sync_are_summed_in_rank_order(context: RankContext) -> None:
-    """With two slots every micro-batch is reduced, in one order over all ranks, as on a 1-D mesh."""
-    found = trained(context, "no_sync", IN_ORDER, mesh=_mesh(2, 2))
-    assert_same(found, trained(context, "no_sync", FP32), "no_sync", EXACT)
 
 
 @on_ranks()

@@ -115,7 +115,7 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
     with pytest.raises(ConfigError, match="this model has one: shard it with a 2-D mesh"):
         LocalSGD(sgd(model), model, period=2)
     model = sharded_model(mesh=_mesh(2, 1), precision=Precision(sums_in_rank_order=True))
-    with pytest.raises(ConfigError, match="have no common sum: leave sums_in_rank_order out"):
+    with pytest.raises(ConfigError, match="without shard_over_replicas and sums_in_rank_order"):
         LocalSGD(sgd(model), model, period=2)
     model = sharded_model(mesh=_mesh(2, 1))
     with pytest.raises(ConfigError, match="period=0: wanted at least 1"):
