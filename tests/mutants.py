@@ -322,6 +322,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "graphs"),
     ],
     "core/engine": [
+        ("Changes.find", Swap("self._unseen.union", "set().union"), "outer_shards:only_ranks_with"),
+        ("Changes.find", Swap("now[kind] != before.get(kind)", "not before"), "outer_shards:only_ranks_with"),
+        ("Engine.expire_weights", Drop("self._changes.forget()"), "outer_shards:only_ranks_with"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops graphs dial"),
         ("Engine.finish_reading", Swap("unit.is_sent_as_is or ", ""), "shared_memory"),
         (
@@ -374,7 +377,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
-        ("OuterShards._gather", Swap("now[place:end] != before[place:end]", "True"), "outer_shards:cross"),
+        ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "outer_shards:cross"),
         ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
         ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "outer_shards:every_way"),
         (
@@ -440,7 +443,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
-        ("Unit.expire", Swap(" or self.versions_sent != self.versions()", ""), "graphs"),
         ("Unit.expire", Drop("self.weight_slot.move(WeightState.EMPTY, None)"), "graphs"),
         ("Unit.start_gather", Drop("slot.read.complete()"), "invariants"),
         ("Unit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix execution"),

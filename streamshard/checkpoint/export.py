@@ -411,6 +411,7 @@ def _load(model: nn.Module, engine: Engine, root: Location, *, strict: bool) -> 
     # From here on only the storage itself can fail.
     half = f"{root}, and the model holds some of its weights now: load again before using it"
     run_on_all_ranks(ranks, "finish loading", read, at=half)
+    engine.expire_weights()
     engine.fill({run.source for own in runs.values() for run in own})
     log.info("loaded %s", root)
     return difference

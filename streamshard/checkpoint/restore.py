@@ -118,6 +118,7 @@ def load_checkpoint(
         run_on_all_ranks(ranks, doing, lambda: copy_ranges(plan.copies), at=half)
         run_on_all_ranks(ranks, doing, lambda: [act() for act in plan.steps], at=half)
     for each, engine in parts.models.values():
+        engine.expire_weights()
         engine.fill(set(saved_names(each, engine).values()))
         compute_buffers(engine, each)
     log.info("loaded %s", printable(str(path)))

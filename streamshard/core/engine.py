@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from streamshard.errors import ShardingError, warn_user
 from streamshard.guards.loop import Members
 from streamshard.planning.memory import SlotPlan
 from streamshard.planning.program import Op, UnitOrder
+from streamshard.torch_private import AsTensors
 
 if TYPE_CHECKING:
     from streamshard.core.buffer_sync import BufferSync
@@ -134,6 +135,40 @@ class PausingForward(Protocol):
         """Inside a call of the model."""
 
 
+_ALL_KINDS = (True, False)
+
+
+class Changes:
+    """Says which weights may have changed since the pass before, with one answer on all ranks.
+
+    [Note: changes]
+    Ranks gather what has changed, so they must agree. Versions of one parameter do not: a load, or an optimizer that
+    writes where it has state, leaves out a rank whose piece has no elements. So a change of one weight counts for all
+    of its kind: weights that train (True), or frozen ones (False). Each rank has elements of a kind and sees its
+    changes, or the kind counts as changed in every pass.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._versions: dict[bool, list[int]] = {}
+        flats = [flat for unit in units for flat in unit.flat_params]
+        seen = {flat.kind.trains for flat in flats if flat.layout.reaches_all_ranks}
+        self._unseen = {flat.kind.trains for flat in flats} - seen
+
+    def find(self) -> Collection[bool]:
+        """The kinds of weights that may have changed since the last call."""
+        now: dict[bool, list[int]] = {}
+        with AsTensors():
+            for flat in (flat for unit in self._units for flat in unit.flat_params):
+                now.setdefault(flat.kind.trains, []).extend(param.sharded._version for param in flat.params)
+        before, self._versions = self._versions, now
+        return self._unseen.union(kind for kind in now if now[kind] != before.get(kind))
+
+    def forget(self) -> None:
+        """Weights may have changed in ways that versions do not count, or not on all ranks."""
+        self._versions = {}
+
+
 class Inputs:
     """Every rank has inputs. `streamshard.integrations.join` replaces this object while ranks may run out of them.
 
@@ -175,7 +210,7 @@ class Engine:
         root_unit: the unit of everything outside of the other units.
         is_whole: this rank's shards are the whole units.
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
-        are_weights_current: the last pass ran in this ``no_sync()``: the next one casts only units with new versions.
+        are_weights_current: the last pass ran in this ``no_sync()``: the next one casts only weights that have changed.
         members_of: returns the model's modules; None once the model is gone.
         progress: how far the training loop has come.
         profiler: names the work of units while a profiler runs.
@@ -209,6 +244,7 @@ class Engine:
         self.is_whole = all(flat.layout.is_whole for unit in self.units for flat in unit.flat_params)
         self.is_synced = True
         self.are_weights_current = False
+        self._changes = Changes(self.units)
         self.members_of: Callable[[], Members | None] = lambda: None
         self.progress = self.reductions.progress
         self.phase: Phase | None = None
@@ -322,11 +358,24 @@ class Engine:
             self.are_weights_current = False
 
     def expire_weights(self) -> None:
-        """Weights may have changed: the next pass casts them, inside ``no_sync()`` and in host memory too."""
-        self.are_weights_current = False
+        """Weights may have changed: the next pass casts them, inside ``no_sync()`` and in host memory too.
+
+        Called on all ranks, whether they have elements of these weights or not.
+        """
+        self._changes.forget()
         for unit in self.units:
-            if unit.trusts_versions:
-                unit.versions_sent = []
+            unit.versions_cast = []
+
+    def expire_slots(self) -> Collection[bool]:
+        """A pass begins: slots keep only weights that have not changed. Returns the kinds of weights that may have."""
+        changed: Collection[bool] = _ALL_KINDS
+        if self.host is not None or self.outer is not None or not self.is_synced:
+            changed = self._changes.find()
+        # Of one rank, versions do not count writes through ``.data``.
+        trusts_all = self.are_weights_current and not self.is_whole
+        for unit in self.units:
+            unit.expire(changed if trusts_all or unit.home is not None else _ALL_KINDS)
+        return changed
 
     def check_structure(self) -> None:
         """Raise if modules or parameters were exchanged since sharding."""
@@ -341,7 +390,7 @@ class Engine:
         if slot.content is not None and (holder := self.units[slot.content]).is_bound:
             holder.release()
         with unit.gathering:
-            unit.start_gather(notes_versions=not self.is_synced)
+            unit.start_gather()
 
     def issue(self, ops: Iterable[Op]) -> None:
         """Issue collectives of the program, in order."""

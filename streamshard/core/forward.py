@@ -43,18 +43,15 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     if is_whole_model and engine.buffers.are_sent:
         trains = torch.is_grad_enabled() and engine.is_synced
         engine.buffers.before_pass(trains=trains, source=engine.inputs.buffer_source)
-    # One rank's parameters are ordinary ones, whose versions do not count writes through ``.data``.
-    is_current = engine.are_weights_current and not engine.is_whole
-    if not is_current:
-        engine.check_structure()
-        for unit in engine.units:
-            unit.guard.check()
-    engine.ranks.recorder.log.add(RecordKind.FORWARD)
+    engine.check_structure()
     for unit in engine.units:
-        unit.expire(trusts_versions=is_current or unit.trusts_versions)
+        unit.guard.check()
+    engine.ranks.recorder.log.add(RecordKind.FORWARD)
+    changed = engine.expire_slots()
+    for unit in engine.units:
         unit.grads.drop()
     if engine.outer is not None:
-        engine.outer.begin_pass(engine.units)
+        engine.outer.begin_pass(engine.units, changed)
     forward = Forward(engine, units)
     forward.begin()
     for head in engine.tied:

@@ -175,12 +175,12 @@ class HostState:
             for flat in unit.flat_params:
                 if flat.host_input is not flat.main:
                     flat.host_input.copy_(flat.main)
-        unit.versions_sent = unit.versions()
+        unit.versions_cast = unit.versions()
         self._streams.observe(StepEvent.CAST_ENDS, unit.index)
 
     def fetch(self, unit: Unit) -> None:
         """See `Home.fetch`: into the unit's slot, stepped if a step is late."""
-        if unit.versions_sent != unit.versions():
+        if unit.versions_cast != unit.versions():
             self._cast(unit)
         slot = unit.weight_slot
         slot.released.wait(StreamName.FETCH)  # rule 2

@@ -208,7 +208,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     plain: dict[ShardedParameter, nn.Parameter] = stepped.pop(_PLAIN)
     for host, step, by_unit in stepped.pop(_LATE):
         for unit, changed_here in by_unit.items():
-            unit.expire_stepped(changed_here)
+            unit.count_step(changed_here)
         host.add_step(step)
         if step.makes_state:  # who reads `optimizer.state` finds every entry
             host.settle()

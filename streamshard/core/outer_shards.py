@@ -16,7 +16,7 @@ lie apart in the full tensors, and each all-gather and each reduction of a unit 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -75,34 +75,24 @@ class OuterShards(OverReplicas):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def begin_pass(self, units: Iterable[Unit]) -> None:
-        """A forward begins: start to gather all weights that have changed, in the order of use."""
+    def begin_pass(self, units: Iterable[Unit], changed: Collection[bool]) -> None:
+        """A forward begins: start to gather weights that may have changed, in the order of use. See `Changes`."""
         for unit in units:
-            self._gather(unit)
+            if flats := [flat for flat in unit.flat_params if flat.kind.trains in changed]:
+                self._gather(unit, flats)
 
     def fetch(self, unit: Unit) -> None:
-        """See `Home.fetch`: gathers the unit's weights over replicas."""
-        self._gather(unit)
+        """See `Home.fetch`: the pass has begun to gather the unit's weights over replicas."""
         self._arrived[unit.index].wait()  # rule 5
 
-    def _gather(self, unit: Unit) -> None:
-        now, before, place = unit.versions(), unit.versions_sent, 0
-        changed: list[FlatParam] = []
-        for flat in unit.flat_params:
-            end = place + len(flat.params)
-            if now[place:end] != before[place:end]:
-                changed.append(flat)
-            place = end
-        unit.versions_sent = now
-        if not changed:
-            return
+    def _gather(self, unit: Unit, flats: Sequence[FlatParam]) -> None:
         self._written.record()
         self._written.wait()  # rule 5
         unit.weight_slot.read.complete()  # rule 6
         self._read.record()
         self._read.wait()  # rule 6
         with self.ranks.waiting("the gather over replicas of", unit.name):
-            works = [self.ranks.transport.start_gather(flat.gather) for flat in changed]
+            works = [self.ranks.transport.start_gather(flat.gather) for flat in flats]
             self._arrived[unit.index].record(*works)
 
     # -- gradients ------------------------------------------------------------------------------------------------

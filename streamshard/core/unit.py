@@ -51,10 +51,7 @@ class Home(Protocol):
     is_on_host: bool
 
     def fetch(self, unit: Unit) -> None:
-        """Put this rank's part of the weights, if they have changed, where all-gathers read it. Comm waits for it.
-
-        Notes the weights' versions in `unit.versions_sent`.
-        """
+        """Put this rank's part of the weights, if they have changed, where all-gathers read it. Comm waits for it."""
 
     def begin_reduction(self, unit: Unit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
         """The unit's reductions start next.
@@ -95,7 +92,7 @@ class Unit:
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         is_trainable: a parameter requires a gradient, and has room for it; see `copy_trainability`.
         is_sent_as_is: an all-gather reads main weights themselves, which are not cast, or shards cast before.
-        versions_sent: `versions` at the last all-gather; with ``offload`` at the last cast. Empty: unknown.
+        versions_cast: with ``offload``, `versions` at the last cast. Empty: unknown.
         grads: its gradients.
         guard: refuses reads of weights that are absent, and writes to weights.
         gathering, reducing: contexts around the unit's collectives, and around waits for them.
@@ -127,16 +124,11 @@ class Unit:
         self._streams = ranks.streams
         self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
         self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
-        self.versions_sent: list[int] = []
+        self.versions_cast: list[int] = []
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models own units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
         self.trained = [flat for flat in self.flat_params if flat.kind.trains]
         self.grads = UnitGrads(index, self.trained, grad_slot, ranks)
-
-    @property
-    def trusts_versions(self) -> bool:
-        """Weights of the same versions have not changed. To send them once more takes time: a cast, another link."""
-        return self.home is not None
 
     @property
     def is_on_host(self) -> bool:
@@ -176,33 +168,27 @@ class Unit:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def expire(self, *, trusts_versions: bool) -> None:
-        """A pass begins: the weights are gathered anew, if they may have changed.
+    def expire(self, changed: Collection[bool]) -> None:
+        """A pass begins: the weights in the slot are gathered anew, if they may have changed.
 
         Args:
-            trusts_versions: weights of the same versions have not changed. Versions miss writes through ``.data`` on
-                one rank, and by kernels that take an address.
+            changed: the kinds of weights that may have, see `Changes`.
         """
         if self.weight_slot.content != self.index or not self.params:  # another unit's weights stay
             return
-        if not trusts_versions or self.versions_sent != self.versions():
+        if any(flat.kind.trains in changed for flat in self.flat_params):
             self.weight_slot.move(WeightState.EMPTY, None)
 
-    def expire_stepped(self, params: Collection[Param]) -> None:
+    def count_step(self, params: Collection[Param]) -> None:
         """A late step of `params` is due. It writes the all-gather input on the host too, which needs no cast then."""
-        was_cast = self.versions_sent == self.versions()
+        was_cast = self.versions_cast == self.versions()
         with AsTensors():
             torch.autograd.graph.increment_version([param.sharded for param in params])
-        self.expire(trusts_versions=True)
         if was_cast:
-            self.versions_sent = self.versions()
+            self.versions_cast = self.versions()
 
-    def start_gather(self, *, notes_versions: bool) -> None:
-        """Start the all-gather, which casts the weights, into the weight slot. The slot is this unit's from here on.
-
-        Args:
-            notes_versions: for `expire`.
-        """
+    def start_gather(self) -> None:
+        """Start the all-gather, which casts the weights, into the weight slot. The slot is this unit's from here on."""
         slot, transport = self.weight_slot, self.inner.transport
         self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
         slot.released.wait()  # rule 2
@@ -213,8 +199,6 @@ class Unit:
         slot.move(WeightState.ARRIVING, self.index)
         if self.home is not None:
             self.home.fetch(self)
-        else:
-            self.versions_sent = self.versions() if notes_versions else []
         works: list[Work | None] = []
         for flat in self.flat_params:
             for gather in flat.gathers:

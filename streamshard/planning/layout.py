@@ -108,6 +108,11 @@ class FlatParamLayout:
         return self.world_size == 1
 
     @property
+    def reaches_all_ranks(self) -> bool:
+        """Whether each rank owns elements of parameters, not only padding."""
+        return any(self.local_range(param, self.world_size - 1).numel for param in self.params)
+
+    @property
     def numel(self) -> int:
         """Elements that belong to parameters: ``padded_numel`` less alignment gaps and padding."""
         return sum(param.numel for param in self.params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -10,11 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.func import functional_call
 
 from streamshard import (
     ConfigError,
@@ -23,6 +26,7 @@ from streamshard import (
     StreamShard,
     export_safetensors,
     load_checkpoint,
+    load_safetensors,
     save_checkpoint,
 )
 from streamshard.optim import WholeParameterOptimizer
@@ -146,6 +150,53 @@ def test_weights_cross_between_replicas_once_per_optimizer_step(context: RankCon
         flats = [flat for unit in engine.units for flat in unit.flat_params]
         with case(way):
             assert counts == {flat.tag: 3 if flat.kind.trains else 1 for flat in flats}
+
+
+class _Scaled(nn.Module):
+    """The root unit has one number: only the first rank has an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack_of(Layer)().layers
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..] -> [..]."""
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["replicas", "replicas, frozen", "no_sync", "offload"])
+def test_all_ranks_gather_weights_that_only_ranks_with_elements_have_written(
+    context: RankContext, way: str, tmp_path: Path
+) -> None:
+    """By a load of one weight, and in place, as schedulefree does where an optimizer has state."""
+    settings: dict[str, Any] = {"offload": "state"} if way == "offload" else {}
+    settings |= outer(2, 1) if "replicas" in way else {}
+    if context.rank == 0:
+        save_file({"scale": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    dist.barrier()
+    batch = vector_batch(0, 0)
+    with simulated_device() if way == "offload" else contextlib.nullcontext():
+        scaled = _Scaled()
+        scaled.scale.requires_grad_("frozen" not in way)
+        model: Any = StreamShard(scaled, precision=FP32, **settings)
+        model.set_requires_gradient_sync(way != "no_sync")
+
+        def check() -> None:
+            with torch.no_grad():
+                torch.testing.assert_close(model(batch), functional_call(_Scaled(), full_weights(model), (batch,)))
+
+        check()
+        load_safetensors(model, tmp_path, strict=False)
+        check()
+        with torch.no_grad():
+            for param in model.parameters():
+                if param is not model.scale or context.rank == 0:
+                    param.mul_(1.5)
+        check()
 
 
 @on_ranks(4)
