@@ -258,11 +258,14 @@ def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotC
 
 
 def _narrower_gradients(report: Report, precision: Precision) -> list[str]:
-    """The setting that sends fewer bytes of gradients (docs/guide/dial.md); empty if there is none."""
-    dtype = precision.param_dtype
-    if precision.reduction_mode is not ReductionMode.FP32 or dtype in (None, torch.float32):
+    """The setting that sends fewer bytes of gradients (docs/guide/dial.md); empty if there is none.
+
+    CPU ranks send gradients in the slots' dtype already.
+    """
+    dtype, mode = precision.param_dtype, precision.reduction_mode
+    if report.transport != "nccl" or mode is not ReductionMode.FP32 or dtype in (None, torch.float32):
         return []
-    if report.transport != "nccl" or report.world_size * (1 - 1 / report.machines) <= 2 * report.machines:
+    if report.world_size * (1 - 1 / report.machines) <= 2 * report.machines:
         return ["Precision(sums_in_rank_order=True): gradients are sent in 16 bits, and summed in fp32"]
     if report.world_size > 2 / torch.finfo(dtype).eps:
         return []
