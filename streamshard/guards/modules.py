@@ -140,7 +140,7 @@ class ShardedModule(nn.Module):
         if handle is None:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
         device = handle.engine.streams.device
-        probe = fn(torch.empty(0, device=device))
+        probe = fn(torch.empty(0, dtype=torch.float32, device=device))  # whatever the default dtype
         # The CPU is one device, whether one says "cpu" or "cpu:0"; .to() copies from the one to the other.
         is_there = probe.device.type == device.type and (device.type == "cpu" or probe.device == device)
         if probe.dtype is not torch.float32 or not is_there:
