@@ -29,7 +29,7 @@ from streamshard.errors import ConfigError, StreamShardError
 from streamshard.guards.sharded_parameter import data_of, grad_of
 from streamshard.torch_private import AsTensors
 
-_FORMAT = 1
+_FORMAT = 2
 _KINDS = ("gradients", "weights", "state")
 _CHUNK = 1 << 20  # elements, which take 8 bytes each on the way
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,7 +48,7 @@ def _digest(values: torch.Tensor, start: int) -> torch.Tensor:
 
 
 class _Writer:
-    """Writes a line per optimizer step and unit.
+    """Writes a line per optimizer step.
 
     Args:
         engine: of the model.
@@ -117,13 +117,10 @@ class _Writer:
     def _write(self, digests: Mapping[tuple[Param, str], str], losses: str) -> None:
         if self._file is None:
             return
-        for unit in self._engine.units:
-            line: dict[str, Any] = {"step": self._steps, "unit": unit.layout.name}
-            if unit is self._engine.root_unit:
-                line["losses"] = losses
-            for kind in _KINDS:
-                line[kind] = {p.name: digests[p, kind] for p in unit.params if (p, kind) in digests}
-            self._file.write(json.dumps(line) + "\n")
+        line: dict[str, Any] = {"step": self._steps, "losses": {"": losses}, **{kind: {} for kind in _KINDS}}
+        for (param, kind), digest in digests.items():
+            line[kind][param.name] = digest
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
 
@@ -192,17 +189,11 @@ def compare(first: Path, second: Path) -> str:
 
 
 def _digests_in(path: Path) -> dict[int, dict[str, dict[str, str]]]:
-    """By step and kind, the digests by name."""
-    steps: dict[int, dict[str, dict[str, str]]] = {}
+    """By step and kind, the digests by name. A killed run may have left a last line without its end."""
     try:
-        header, *lines = map(json.loads, path.read_text().splitlines())
+        header, *lines = map(json.loads, path.read_text().split("\n")[:-1])
         if header["streamshard fingerprints"] != _FORMAT:
             raise StreamShardError(f"{path}: of another version of StreamShard")
-        for line in lines:
-            step = steps.setdefault(line["step"], {kind: {} for kind in ("losses", *_KINDS)})
-            step["losses"] |= {"": line["losses"]} if "losses" in line else {}
-            for kind in _KINDS:
-                step[kind] |= line[kind]
+        return {line["step"]: {kind: line[kind] for kind in ("losses", *_KINDS)} for line in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise StreamShardError(f"{path}: no file of fingerprints()") from error
-    return steps

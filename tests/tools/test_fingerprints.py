@@ -58,7 +58,10 @@ def test_runs_of_the_same_numbers_write_the_same_digests(ranks: Any, tmp_path: P
     assert main(["compare", *paths]) == 0
     assert capsys.readouterr().out == "equal: 3 steps, 53 parameters\n"
     lines = Path(paths[0]).read_text().splitlines()
-    assert len(lines) == 1 + STEPS * 5 and '"losses"' in lines[1]
+    assert len(lines) == 1 + STEPS
+    Path(paths[0]).write_text("\n".join(lines)[:-1000])  # its run was killed while it wrote
+    assert main(["compare", *paths]) == 0
+    assert capsys.readouterr().out.startswith("equal: 2 steps, 53 parameters; ")
 
 
 def test_the_first_difference_is_named(ranks: Any, tmp_path: Path, capsys: Any) -> None:
@@ -81,13 +84,13 @@ def test_a_file_that_cannot_be_written_raises_on_all_ranks(context: RankContext)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    for text in ("", "[]", '{"a": 1}', '{"streamshard fingerprints": 1}\n[]'):
-        (tmp_path / "a").write_text(text)
+    for text in ("", "[]", '{"a": 1}', '{"streamshard fingerprints": 2}\n[]'):
+        (tmp_path / "a").write_text(f"{text}\n" * bool(text))
         with pytest.raises(StreamShardError, match="no file of fingerprints"):
             compare(tmp_path / "a", tmp_path / "a")
-    (tmp_path / "a").write_text('{"streamshard fingerprints": 2}')
+    (tmp_path / "a").write_text('{"streamshard fingerprints": 1}\n')
     with pytest.raises(StreamShardError, match="of another version"):
         compare(tmp_path / "a", tmp_path / "a")
-    (tmp_path / "a").write_text('{"streamshard fingerprints": 1}')
+    (tmp_path / "a").write_text('{"streamshard fingerprints": 2}\n')
     with pytest.raises(StreamShardError, match="no step in common"):
         compare(tmp_path / "a", tmp_path / "a")
