@@ -53,7 +53,7 @@ class PartialNorm(torch.Tensor):
         with AsTensors():
             if answers_without_values(func):
                 return func(*args, **kwargs)
-            parts = list(args[0]) if func is torch.stack else args[:1]
+            parts = list(args[0]) if func is torch.stack and args else args[:1]
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
                 if func is torch.Tensor.to:
