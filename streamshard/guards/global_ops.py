@@ -30,13 +30,15 @@ class PartialNorm(torch.Tensor):
     _full: torch.Tensor | None
 
     @classmethod
-    def wrap(cls, local: torch.Tensor, order: float, ranks: Communicator, like: torch.Tensor) -> PartialNorm:
+    def wrap(
+        cls, local: torch.Tensor, order: float, ranks: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> PartialNorm:
         """`local`, fp64, of order `order` over this rank's elements, still to be reduced over ranks.
 
-        It says that it has the device and dtype of `like`, the gradient. The norm of a gradient in host memory stays on
-        the accelerator.
+        It says that it has this dtype, and the gradient's device. The norm of a gradient in host memory stays on the
+        accelerator.
         """
-        partial = _nan(like.dtype, like.device).expand(local.shape).as_subclass(cls)
+        partial = _nan(dtype, device).expand(local.shape).as_subclass(cls)
         partial.local, partial.order, partial.ranks, partial._full = local, order, ranks, None
         return partial
 
@@ -58,14 +60,16 @@ class PartialNorm(torch.Tensor):
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
                 if func is torch.Tensor.to:
                     shown = func(*args, **kwargs)
+                    if shown is first:
+                        return first
                     local = first.local.to(shown.device)
-                    return first if shown is first else cls.wrap(local, first.order, first.ranks, shown)
+                    return cls.wrap(local, first.order, first.ranks, shown.dtype, shown.device)
                 if func is torch.stack:
                     local = func([part.local for part in parts], *args[1:], **kwargs)
-                    return cls.wrap(local, first.order, first.ranks, first)
+                    return cls.wrap(local, first.order, first.ranks, first.dtype, first.device)
                 if func in NORMS and order_of(func, args, kwargs) == first.order:
                     local = torch.linalg.vector_norm(first.local, first.order)
-                    return global_norm(local, first.order, first.ranks, dtype=first.dtype)
+                    return global_norm(local, first.order, first.ranks, dtype=kwargs.get("dtype") or first.dtype)
             args, kwargs = full_norms(args), full_norms(kwargs)
         return func(*args, **kwargs)  # other arguments may be pieces
 

@@ -311,7 +311,7 @@ def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kw
     order = order_of(norm, args, kwargs)
     if order is not None and all(map(_is_plain, args[0])):
         norms = local_norms([each.as_subclass(torch.Tensor) for each in args[0]], order)
-        return [_partial(each, local, order) for each, local in zip(args[0], norms, strict=True)]
+        return [_partial(each, local, order, kwargs) for each, local in zip(args[0], norms, strict=True)]
     return [
         _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
         for each in args[0]
@@ -324,8 +324,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, ShardedTensor) and tensor.piece.host is None and not has_graph
 
 
-def _partial(tensor: ShardedTensor, local: torch.Tensor, order: float) -> PartialNorm:
-    return PartialNorm.wrap(tensor.piece.counted(local), order, tensor.piece.ranks, tensor)
+def _partial(tensor: ShardedTensor, local: torch.Tensor, order: float, kwargs: Mapping[str, Any]) -> PartialNorm:
+    dtype = kwargs.get("dtype") or tensor.dtype
+    return PartialNorm.wrap(tensor.piece.counted(local), order, tensor.piece.ranks, dtype, tensor.device)
 
 
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -333,7 +334,7 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     if host is not None:
         known = host.grads.norm_of(tensor) if order == 2.0 and type(tensor) is ShardedTensor else None
         if known is not None:  # clipping does not wait for copies
-            return _partial(tensor, known, 2.0)
+            return _partial(tensor, known, 2.0, kwargs)
         host.settle()
     local = _on_device(tensor)
     has_graph = local.requires_grad and torch.is_grad_enabled()
@@ -343,10 +344,11 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
         refuse(func, tensor)
     if not has_graph:
         (norm,) = local_norms([local.detach()], order)
-        return _partial(tensor, norm, order)
+        return _partial(tensor, norm, order, kwargs)
     wide = local.double()
     norm = torch.linalg.vector_norm(wide, order) if wide.numel() else wide.sum()
-    return global_norm(norm, order, ranks, tensor.piece.counted, local.dtype).to(tensor.device)
+    dtype = kwargs.get("dtype") or local.dtype
+    return global_norm(norm, order, ranks, tensor.piece.counted, dtype).to(tensor.device)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

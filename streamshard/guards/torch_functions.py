@@ -54,9 +54,10 @@ def answers_without_values(func: Callable[..., Any]) -> bool:
 
 
 def order_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
-    """The order that a norm of all elements was asked for; None for any other norm."""
+    """The order that a norm of all elements was asked for, in whatever dtype; None for any other norm."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p"))
-    others = (*args[2:], *(value for key, value in kwargs.items() if key not in ("input", "A", "x", "ord", "p")))
+    known = names("input A x ord p dtype")
+    others = (*args[2:], *(value for key, value in kwargs.items() if key not in known))
     if any(value is not None and value is not False for value in others):
         return None
     if order in (None, "fro"):

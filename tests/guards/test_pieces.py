@@ -65,6 +65,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "equal": lambda g: float(torch.equal(g, 2 * g)),
     "size": lambda g: sum(g.shape) + g.numel() + len(g) + g.size(0) + g.dim() + g.nbytes,
     "close": lambda g: float(torch.allclose(g, g + 1e-12)),
+    "norm in a wider dtype": lambda g: torch.linalg.vector_norm(3e4 * g.half().sign(), 2, dtype=torch.float32),
+    "norms of foreach in a wider dtype": lambda g: torch._foreach_norm([g.half()], 2, dtype=torch.float64)[0].double(),
     "norm of 16 bits": lambda g: (30000.0 * (g.sign() + 2)).half().norm().isinf().float(),
 }
 
@@ -119,6 +121,10 @@ TOTALS: dict[str, tuple[Callable[[list[Tensor]], Tensor], int]] = {
     "total norm, one by one": (lambda grads: nn.utils.get_total_norm(grads, norm_type=math.inf, foreach=False), 1),
     "as SAM takes it": (
         lambda grads: torch.norm(torch.stack([(1.0 * g).norm(p=2).to(g.device) for g in grads]), p=2),
+        1,
+    ),
+    "by keyword": (
+        lambda grads: torch.norm(torch.stack([g.norm() for g in grads]), dtype=torch.float64),
         1,
     ),
     "stacked by keyword": (lambda grads: torch.stack(tensors=[g.norm() for g in grads]).norm(), 10),

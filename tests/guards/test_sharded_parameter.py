@@ -55,6 +55,7 @@ PENALTIES: dict[str, Callable[[Any], torch.Tensor]] = {
     "L1": lambda model: sum(p.abs().sum() for p in model.parameters()),
     "L2": lambda model: sum(torch.sum(p**2) for p in model.parameters()),
     "orders": lambda model: sum(torch.norm(p, 3) + torch.linalg.vector_norm(p, ord=1) for p in model.parameters()),
+    "in a wider dtype": lambda model: sum(torch.norm(p, dtype=torch.float64).float() for p in model.parameters()),
     "norm of zeros": lambda model: sum((p - p.detach()).norm() for p in model.parameters()),
     "distance": lambda model: sum((p - _copies(model)[n]).norm() for n, p in model.named_parameters()),
     "weighed squares": lambda model: sum(
