@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help=about, parents=[of_model])
     about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
     plan.add_argument("model", metavar="MODEL", help=about)
-    about = "ranks that share the model; without it, what fits --budget on 1, 2, 4 .. 64 ranks"
+    about = "ranks that share the model; without it, the fewest that fit --budget"
     plan.add_argument("--ranks", type=int, metavar="N", help=about)
     about = "cut matrices over K of them: by transformers' own plan, or a function builds MODEL on the mesh it is given"
     plan.add_argument("--tp", type=int, default=1, metavar="K", help=about)
@@ -150,8 +150,7 @@ def _add_step(plan: argparse.ArgumentParser) -> None:
 def _plan(arguments: argparse.Namespace) -> None:
     from streamshard.config import parse_bytes, parse_precision
     from streamshard.tools.model_source import builder_of
-    from streamshard.tools.plan import plan, plan_ranks, tokens_of
-    from streamshard.tools.planner import Ranks
+    from streamshard.tools.plan import plan
 
     def of(names: str) -> dict[str, Any]:
         return {name: getattr(arguments, name) for name in names.split()}
@@ -161,23 +160,15 @@ def _plan(arguments: argparse.Namespace) -> None:
         if size not in (None, 0):
             parse_bytes(name, size, at_least=name == "budget")
     if arguments.ranks is None and arguments.budget is None:
-        raise ConfigError("give --ranks, or --budget to see on how many ranks the model fits")
+        raise ConfigError("give --ranks, or --budget for the fewest ranks that fit")
     machine, build = _machine(arguments), builder_of(arguments.model)
+    step = None if machine is None else Step(machine, **of("micro_batches is_checkpointed active"))
     precision = dataclasses.replace(parse_precision(arguments.precision), **of("sums_in_rank_order"))
     given = {**of("min_unit_size offload device_budget shard_over_replicas"), "precision": precision}
-    if arguments.ranks is None:
-        ranks = Ranks(arguments.tp * arguments.ep, **of("tp ep transport replicas"))
-        tokens = tokens_of(arguments.batch, arguments.seq)
-        table = plan_ranks(build, ranks=ranks, tokens=tokens, given=given, **of("units resident budget accumulate"))
-        _print(table, arguments.json)
-        fits = table.fits
-    else:
-        step = None if machine is None else Step(machine, **of("micro_batches is_checkpointed active"))
-        given |= of("units resident tp ep transport replicas weight_slots budget batch seq accumulate")
-        planned = plan(build, arguments.ranks, step=step, **given)
-        _print(planned, arguments.json)
-        fits = planned.fit is None or planned.fit.choice is not None
-    if not fits:
+    given |= of("units resident tp ep transport replicas weight_slots budget batch seq accumulate")
+    planned = plan(build, arguments.ranks, step=step, **given)
+    _print(planned, arguments.json)
+    if planned.fit is not None and planned.fit.choice is None:
         raise StreamShardError("nothing fits the budget")
 
 
@@ -200,6 +191,10 @@ def _machine(arguments: argparse.Namespace) -> Machine | None:
         raise ConfigError(
             "a machine has --link, --flops and, with --offload, --host-memory: give all of them, or --machine"
         )
+    options = {"micro-batches": arguments.micro_batches > 1, "checkpointing": arguments.is_checkpointed}
+    told = [f"--{name}" for name, is_told in {**options, "active": arguments.active is not None}.items() if is_told]
+    if told and not given:
+        raise ConfigError(f"{', '.join(told)}: of the predicted time of a step: give --machine too")
     return Machine(**given) if given else None
 
 

@@ -7,7 +7,7 @@ budget.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,13 +16,11 @@ from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.tools.activations import Activations, Build
-from streamshard.tools.fit import NO_TOKENS, Fit, Room, Stage, choose, most_slots
+from streamshard.tools.fit import NO_TOKENS, Fit, Room, Stage, choose, fewest_ranks, most_slots
 from streamshard.tools.host_time import Step, StepTime
 from streamshard.tools.planner import BuildOnMesh, PlannedUnit, Planner, Ranks, planning
 
 _WORTH = 1.05  # times as long a loop has to take: estimates are no better
-_DOUBLINGS = 7  # of the number of ranks: from one rank to 64
-_PLAIN, _CHECKPOINTED, _OFFLOADED = "plain", "checkpointed", "offload, checkpointed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +157,7 @@ class Plan:
 
 def plan(
     model: nn.Module | Build | BuildOnMesh,
-    world_size: int,
+    world_size: int | None = None,
     units: UnitsArgument = None,
     *,
     resident: ResidentArgument = (),
@@ -179,7 +177,8 @@ def plan(
 
     Args:
         model: not sharded, on any device; or a function that builds the model, which is called on the meta device.
-        world_size: the number of ranks that share one replica of the model, those of tensor parallelism too.
+        world_size: the number of ranks that share one replica of the model, those of tensor parallelism too. None:
+            the fewest that `budget` suffices for; if no number does, the fewest that `tp` and `ep` allow.
         units, resident: as for `StreamShard`.
         tp, ep: over how many ranks DTensors of tensor parallelism, or of experts, are cut. A function that builds the
             model gets their mesh as its argument. Sizes are of the mesh's first rank, whose parts are the largest.
@@ -202,10 +201,17 @@ def plan(
         what = "mesh: a plan is of the ranks that share one replica of the model, world_size says how many"
         raise ConfigError(f"{what}, and replicas how many replicas there are")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
-    tokens, ranks = tokens_of(batch, seq), Ranks(world_size, tp, ep, transport, replicas)
+    if world_size is None and budget is None:
+        raise ConfigError("world_size=None: wanted the number of ranks, or a budget, for the fewest ranks that fit")
+    fewest = tp * ep if world_size is None else world_size
+    tokens, ranks = _tokens_of(batch, seq), Ranks(fewest, tp, ep, transport, replicas)
     step = None if step is None else _step_of(step, ranks, tokens, accumulate)
     with planning(model, ranks, units, resident, given, accumulate) as planner:
-        planned = _plan(planner, weight_slots, budget_bytes, tokens)
+        activations = planner.activations(tokens)
+        room = None if budget_bytes is None else Room.of(budget_bytes, activations[0], ranks.communicators)
+        if world_size is None and room is not None:
+            planner = _on_fewest_ranks(planner, room)
+        planned = _plan(planner, weight_slots, room, tokens, activations)
         if step is None or tokens is None:
             return planned
         *loop, timed = planner.times(step, tokens, planned.timed)
@@ -226,10 +232,26 @@ def _step_of(step: Step, ranks: Ranks, tokens: tuple[int, int] | None, accumulat
     return dataclasses.replace(step, micro_batches=accumulate)
 
 
-def _plan(planner: Planner, weight_slots: int | None, budget_bytes: int | None, tokens: tuple[int, int] | None) -> Plan:
+def _on_fewest_ranks(planner: Planner, room: Room) -> Planner:
+    """The planner of the fewest ranks that fit, a multiple of those of `planner`; itself if no number does."""
+    size = planner.ranks.world_size
+
+    def fits(count: int) -> bool:
+        return room.fits(min(stage.total_bytes for stage in planner.on_ranks(count * size).stages()))
+
+    count = 1 if fits(1) else fewest_ranks(1, fits)
+    return planner if count is None else planner.on_ranks(count * size)
+
+
+def _plan(
+    planner: Planner,
+    weight_slots: int | None,
+    room: Room | None,
+    tokens: tuple[int, int] | None,
+    activations: tuple[Activations | None, str],
+) -> Plan:
     """The plan, without the time of a step. For the arguments see `plan`."""
-    stages, (activations, unknown) = planner.stages(), planner.activations(tokens)
-    room = None if budget_bytes is None else Room.of(budget_bytes, activations, planner.ranks.communicators)
+    stages = planner.stages()
     if weight_slots is None and room is not None:
         streamed = sum(not unit.is_resident for unit in planner.checked.found)
         weight_slots = most_slots(streamed, stages, lambda count: planner.stage("", count).total_bytes, room)
@@ -241,10 +263,10 @@ def _plan(planner: Planner, weight_slots: int | None, budget_bytes: int | None, 
         fit = dataclasses.replace(fit, ways=planner.ways(smallest, room, tokens))
     found, name = planner.units(), type(planner.model).__name__
     numel = sum(unit.count * unit.numel for unit in found)
-    return Plan(name, numel, *planner.ranks, found, stages, activations, unknown, fit, None, planner.accumulate)
+    return Plan(name, numel, *planner.ranks, found, stages, *activations, fit, None, planner.accumulate)
 
 
-def tokens_of(batch: int | None, seq: int | None) -> tuple[int, int] | None:
+def _tokens_of(batch: int | None, seq: int | None) -> tuple[int, int] | None:
     """The shape of a rank's tokens, if it is given. Without `batch`, one sequence.
 
     Raises:
@@ -256,101 +278,3 @@ def tokens_of(batch: int | None, seq: int | None) -> tuple[int, int] | None:
     if min(tokens) < 1:
         raise ConfigError(f"batch={batch}, seq={seq}: wanted positive numbers, or neither")
     return tokens
-
-
-# -- what fits a budget, by the number of ranks ------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Taken:
-    """A choice that fits.
-
-    Attributes:
-        stage: the name of the stage that sends least.
-        device_bytes, host_bytes: of a rank: the engine, the optimizer and activations; 0 in host memory without
-            ``offload``.
-    """
-
-    stage: str
-    device_bytes: int
-    host_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RanksTable:
-    """The result of `plan_ranks`. Printable.
-
-    Attributes:
-        model, numel: the name of the model's class, and the elements of its parameters.
-        budget_bytes, margin_bytes: memory of a rank, and the part of it that stays free.
-        activation_bytes: None: not known.
-        activations_unknown: why they are not known; "" if they are.
-        rows: by number of ranks and kind of run, the choice that fits; None: nothing does.
-    """
-
-    model: str
-    numel: int
-    budget_bytes: int
-    margin_bytes: int
-    activation_bytes: Activations | None
-    activations_unknown: str
-    rows: Mapping[int, Mapping[str, Taken | None]]
-
-    @property
-    def fits(self) -> bool:
-        """Whether anything fits."""
-        return any(taken for row in self.rows.values() for taken in row.values())
-
-    def __str__(self) -> str:
-        lines = [f"activations are not counted: {self.activations_unknown}"] * (self.activation_bytes is None)
-        budget, margin = (f"{n_bytes / 2**30:.2f} GiB" for n_bytes in (self.budget_bytes, self.margin_bytes))
-        lines.append(f"{self.model}: {self.numel:,} parameters; of {budget} per rank, {margin} stay free")
-        cells = [["ranks, GiB of each", *next(iter(self.rows.values()))]]
-        for count, row in self.rows.items():
-            cells.append([str(count), *map(_cell, row.values())])
-        return "\n".join([*lines, "", *("".join(f"{cell:<24}" for cell in row).rstrip() for row in cells)])
-
-
-def _cell(taken: Taken | None) -> str:
-    if taken is None:
-        return "-"
-    on_host = f" + host {taken.host_bytes / 2**30:.1f}" if taken.host_bytes else ""
-    return f"{taken.stage} {taken.device_bytes / 2**30:.1f}{on_host}"
-
-
-def plan_ranks(
-    model: nn.Module | Build | BuildOnMesh,
-    units: UnitsArgument,
-    resident: ResidentArgument,
-    ranks: Ranks,
-    budget: int | str,
-    tokens: tuple[int, int] | None,
-    given: Mapping[str, Any],
-    accumulate: int | None = None,
-) -> RanksTable:
-    """What fits `budget` on 1, 2, 4, .. times as many ranks as `ranks`. For the other arguments see `plan`."""
-    budget_bytes = parse_bytes("budget", budget)
-    with planning(model, ranks, units, resident, given, accumulate) as planner:
-        activations, unknown = (None, NO_TOKENS) if tokens is None else planner.activations(tokens)
-        room = Room.of(budget_bytes, activations, ranks.communicators)
-        rows: dict[int, dict[str, Taken | None]] = {}
-        for count in (ranks.world_size << doubling for doubling in range(_DOUBLINGS)):
-            each = planner.on_ranks(count)
-            stages, offloaded = each.stages(), each.offloaded()
-            row = {kind: _take(stages, room, kind) for kind in (_PLAIN, _CHECKPOINTED)}
-            rows[count] = {**row, _OFFLOADED: _take([offloaded] if offloaded else [], room, _OFFLOADED)}
-        numel = sum(unit.count * unit.numel for unit in planner.units())
-        sizes = budget_bytes, room.margin_bytes
-        return RanksTable(type(planner.model).__name__, numel, *sizes, activations, unknown, rows)
-
-
-def _take(stages: Sequence[Stage], room: Room, kind: str) -> Taken | None:
-    """The stage to take, without or with layers checkpointed."""
-    if room.activations is not None:
-        known = room.activations.without if kind == _PLAIN else min(room.activations)
-        room = dataclasses.replace(room, activations=Activations(known, known))
-    choice = choose(stages, room).choice
-    stage = next((stage for stage in stages if stage.name == choice), None)
-    if stage is None:
-        return None
-    return Taken(stage.name, stage.total_bytes + min(room.activations or (0,)), stage.host_total_bytes)

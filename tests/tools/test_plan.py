@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -402,7 +401,7 @@ def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path, capsys: 
 def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """docs/guide/commands.md: with its activations, for a budget that suffices and for one that does not."""
     guide = (ROOT / "docs/guide/commands.md").read_text()
-    command = ["plan", str(_config(tmp_path)), "--ranks", "8", "--batch", "1", "--seq", "8192", "--budget"]
+    command = ["plan", str(_config(tmp_path)), "--batch", "1", "--seq", "8192", "--budget"]
     found = list[Activations]()
 
     def estimate(*args: Any, **kwargs: Any) -> Activations:
@@ -410,11 +409,15 @@ def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pyt
         found[:] = found or [estimate_activations(*args, **kwargs)]
         return Activations(*(size * args[-1] // 8192 for size in found[0]))
 
-    for budget, code, begin in (("80GiB", 0, "activations, GiB"), ("36G", 1, "of 33.53 GiB per rank")):
+    for options, code, begin in (
+        ("80GiB --ranks 8", 0, "activations, GiB"),
+        ("36G --ranks 8", 1, "of 33.53 GiB per rank"),
+        ("80G", 0, "fits with"),
+    ):
         with mock.patch("streamshard.tools.planner.estimate_activations", estimate):
-            assert main([*command, budget]) == code
+            assert main([*command, *options.split()]) == code
         said = capsys.readouterr().out
-        assert said[said.index(begin) :] in guide
+        assert said[said.index(begin) :] in guide and said[: said.index("\n")] in guide
 
 
 def test_the_command_plans_the_model_of_a_function(
@@ -469,31 +472,30 @@ def test_arguments_that_a_plan_cannot_have_are_named() -> None:
             plan(TinyLM, 8, **given)  # type: ignore[arg-type]
 
 
-def test_without_ranks_the_command_says_how_many_the_model_needs(
+def test_without_ranks_the_command_plans_the_fewest_that_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each cell is the choice of such a plan. Without a sequence the first line says that activations are missing."""
-    command = ["plan", str(_config(tmp_path, num_hidden_layers=4)), "--budget", "24GiB"]
-    assert main(command) == 0
-    first, about, _, head, *rows = capsys.readouterr().out.splitlines()
-    assert first == "activations are not counted: give batch and seq"
-    assert about == "LlamaForCausalLM: 1,923,125,248 parameters; of 24.00 GiB per rank, 2.20 GiB stay free"
-    assert re.split("  +", head) == ["ranks, GiB of each", "plain", "checkpointed", "offload, checkpointed"]
-    assert [row.split()[0] for row in rows] == ["1", "2", "4", "8", "16", "32", "64"]
-    assert re.split("  +", rows[0])[1:3] == ["-", "-"] and "+ host" in rows[0]
-    activations = Activations(3 * 2**30, 2**30)
-    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=activations) as measured:
-        assert main([*command, "--seq", "64", "--json"]) == 0
-        measured.assert_called_once()
-        told = json.loads(capsys.readouterr().out)
-        planned = plan(builder_of(command[1]), 4, budget="24GiB", seq=64)
-    assert planned.fit is not None and not planned.fit.checkpointed
-    plain, checkpointed, _ = told["rows"]["4"].values()
-    assert plain["stage"] == planned.timed.name and plain["device_bytes"] == planned.timed.total_bytes + 3 * 2**30
-    assert checkpointed["device_bytes"] == planned.timed.total_bytes + 2**30
-    assert main([*command[:2], "--budget", "2GiB"]) == 1
-    assert main(command[:2]) == 2
+    """With all options. One rank, if it suffices or none does; multiples of those that DTensors are cut over."""
+    config = str(_config(tmp_path, num_hidden_layers=4))
+    for options, count, given in (
+        ("--budget 12GiB --slots 3", 4, {"weight_slots": 3}),
+        ("--budget 12GiB --accumulate 2 --seq 64 --machine pcie5", 7, {"accumulate": 2, "seq": 64}),
+        ("--budget 12GiB --tp 2", 4, {"tp": 2}),
+        ("--budget 40GiB", 1, {}),
+        ("--budget 2GiB", 1, {}),
+    ):
+        step = Step(MACHINES["pcie5"]) if "seq" in given else None
+        budget = options.split()[1]
+        wanted = plan(builder_of(config), count, budget=budget, step=step, **given)
+        assert main(["plan", config, *options.split()]) == int(budget == "2GiB")
+        assert capsys.readouterr().out == f"{wanted}\n", options
+        if (fewer := count - given.get("tp", 1)) > 0:
+            fit = plan(builder_of(config), fewer, budget=budget, **given).fit
+            assert fit is not None and fit.choice is None
+    assert main(["plan", config]) == 2
     assert "give --ranks, or --budget" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="world_size=None: wanted the number of ranks, or a budget"):
+        plan(TinyLM)
 
 
 def test_accumulation_pays_where_a_loop_waits_for_the_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -550,6 +552,7 @@ def test_bad_input_is_named(
         ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
         ([str(config), *ranks, "--batch", "1", "--seq", "0"], "batch=1, seq=0: wanted positive numbers"),
         ([str(config), *ranks, "--machine", "pcie5", "--offload", "state"], "step is predicted with batch and seq"),
+        ([str(config), *ranks, "--micro-batches", "2", "--active", "1e9"], "--micro-batches, --active: of the pred"),
         ([str(config), *ranks, "--link", "50GB/s"], "give all of them, or --machine"),
         ([str(config), *ranks, "--link", "50", "--machine", "pcie5"], "link='50': wanted a number and GB/s"),
         ([str(config), *ranks, "--local-ranks", "0", "--machine", "pcie5"], "ranks=0: wanted a positive number"),
