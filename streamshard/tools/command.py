@@ -98,9 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("model", metavar="MODEL", nargs="?", help="measure one layer of it too; as for plan")
     doctor.set_defaults(run=_doctor)
 
-    about = "versions, devices and backend, for a report of a bug"
-    commands.add_parser("env", help=about).set_defaults(run=_env)
-
     _add_files(commands)
     return parser
 
@@ -227,13 +224,6 @@ def _doctor(arguments: argparse.Namespace) -> None:
     if problems := sum(finding.level == "problem" for finding in report.findings):
         sys.stdout.flush()
         raise StreamShardError(f"{problems} problem{'s' * (problems > 1)} found")
-
-
-def _env(arguments: argparse.Namespace) -> None:
-    from streamshard.tools.env import describe_environment
-
-    for line in describe_environment():
-        _say(line)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

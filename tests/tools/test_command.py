@@ -115,20 +115,6 @@ def test_control_characters_from_a_checkpoint_are_not_printed(
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def test_env_prints_what_a_report_of_a_bug_needs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Versions, and variables that change how ranks communicate. Nothing else of the environment."""
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    monkeypatch.setenv("SECRET_TOKEN", "abc")
-    assert main(["env"]) == 0
-    told = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert told["streamshard"] == streamshard.__version__ and told["torch"].startswith(torch.__version__)
-    assert told["accelerate"] == importlib.metadata.version("accelerate")
-    assert told["NCCL_DEBUG"] == "INFO" and told["backend"].split()[0] in ("gloo", "nccl")
-    assert "SECRET_TOKEN" not in told
-
-
 def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """1 for a missing checkpoint or another library's, with advice; 2 for wrong usage."""
     out, nowhere, fsdp2 = str(tmp_path / "out"), str(tmp_path / "nowhere"), str(tmp_path / "fsdp2")
