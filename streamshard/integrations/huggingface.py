@@ -30,21 +30,24 @@ _MODELS = {  # by library: the module and the name of the class of its models
 }
 
 
-def builder_of_config(path: Path) -> Callable[..., nn.Module]:
-    """A function that builds the model of a ``config.json``, without weights; on a mesh with transformers' own plan.
+def builder_of_config(source: str) -> Callable[..., nn.Module]:
+    """A function that builds the model of a config, without weights; on a mesh with transformers' own plan.
+
+    Args:
+        source: a ``config.json``, its directory, or the name of a model of the hub in the cache: downloads nothing.
 
     Raises:
-        ConfigError: transformers is not installed, cannot read the file, or does not know the architecture. The
+        ConfigError: transformers is not installed, cannot read the config, or does not know the architecture. The
             function: transformers has no plan for the model.
     """
     try:
         transformers: Any = importlib.import_module("transformers")
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
         name = (config.architectures or [None])[0]
         kind: Any = transformers.AutoModelForCausalLM.from_config if name is None else getattr(transformers, name)
     except Exception as error:  # transformers raises many classes
         what = str(error).partition("\n")[0]
-        raise ConfigError(f"{path} is read by transformers (pip install transformers): {what}") from error
+        raise ConfigError(f"{source} is read by transformers (pip install transformers): {what}") from error
 
     def build(mesh: DeviceMesh | None = None) -> nn.Module:
         model = kind(copy.deepcopy(config))

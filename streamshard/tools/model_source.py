@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 from torch import nn
 
 from streamshard.errors import ConfigError
+
+_WANTED = (
+    "wanted a config.json, its directory, a hub name in the cache (hf download NAME config.json), or "
+    "package.module:function"
+)
 
 
 def builder_of(source: str) -> Callable[..., nn.Module]:
@@ -31,7 +34,12 @@ def builder_of(source: str) -> Callable[..., nn.Module]:
     if os.path.exists(source) or not colon:
         from streamshard.integrations.huggingface import builder_of_config  # only here: see `conventions`
 
-        return builder_of_config(_config_of(source))
+        try:
+            return builder_of_config(source)
+        except ConfigError as error:
+            if os.path.exists(source):
+                raise
+            raise ConfigError(f"{_WANTED}: {error}") from error
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -39,24 +47,3 @@ def builder_of(source: str) -> Callable[..., nn.Module]:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{source!r}: {error}") from error
     return cast(Callable[..., nn.Module], build)
-
-
-def _config_of(source: str) -> Path:
-    """The ``config.json`` of a path, or of a model of the hub in the cache. Downloads nothing."""
-    if os.path.exists(source):
-        return Path(source, "config.json") if os.path.isdir(source) else Path(source)
-    wanted = "a config.json, its directory, or function package.module:function"
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or source.endswith(".json"):
-        raise ConfigError(f"no file or directory {source!r}: wanted {wanted}")
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(source, "config.json")
-    except (ImportError, ValueError):  # not installed; not a name of the hub
-        found = None
-    if not isinstance(found, str):
-        raise ConfigError(
-            f"no file or directory {source!r}, and the cache of huggingface_hub has no config.json of such a model: "
-            f"fetch it (hf download {source} config.json), or name {wanted}"
-        )
-    return Path(found)
