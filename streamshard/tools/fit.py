@@ -22,7 +22,7 @@ _CONTEXT_BYTES = 2**30
 _COMMUNICATOR_BYTES = 2**29
 _MOST_RANKS = 2**16
 NO_TOKENS = "give batch and seq"
-_WAYS = "more ranks, 8-bit Adam, fewer tokens or state in host memory"
+_WAYS = "more ranks, 8-bit Adam or state in host memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,31 +174,4 @@ def fewest_ranks(world_size: int, fits: Callable[[int], bool]) -> int | None:
             low, high = high, 2 * high
             if fits(high):
                 return low + 1 + bisect.bisect_left(range(low + 1, high), True, key=fits)
-    return None
-
-
-def fewer_tokens(
-    batch: int, seq: int, room: Room, total_bytes: int, measure: Callable[[int, int], Activations]
-) -> tuple[int, int] | None:
-    """A smaller batch or, if one sequence is too much, a shorter sequence that fits; None: not found.
-
-    Args:
-        batch, seq: the shape of tokens that do not fit.
-        room: with the activations of these.
-        total_bytes: of the engine and the optimizer.
-        measure: the activations of another shape; takes seconds.
-    """
-    tokens, left = batch * seq, room.budget_bytes - room.margin_bytes - total_bytes
-    if room.activations is None or left <= 0:
-        return None
-    needed = min(room.activations)
-    for _ in range(3):  # bytes grow about as tokens do
-        tokens = tokens * left // needed
-        tokens -= tokens % min(seq, 64)
-        if tokens <= 0:
-            return None
-        shape = (tokens // seq, seq) if tokens >= seq else (1, tokens)
-        with contextlib.suppress(ConfigError):  # too few to run
-            if (needed := min(measure(*shape))) <= left:
-                return shape
     return None

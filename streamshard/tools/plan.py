@@ -211,7 +211,7 @@ def plan(
         room = None if budget_bytes is None else Room.of(budget_bytes, activations[0], ranks.communicators)
         if world_size is None and room is not None:
             planner = _on_fewest_ranks(planner, room)
-        planned = _plan(planner, weight_slots, room, tokens, activations)
+        planned = _plan(planner, weight_slots, room, activations)
         if step is None or tokens is None:
             return planned
         *loop, timed = planner.times(step, tokens, planned.timed)
@@ -244,11 +244,7 @@ def _on_fewest_ranks(planner: Planner, room: Room) -> Planner:
 
 
 def _plan(
-    planner: Planner,
-    weight_slots: int | None,
-    room: Room | None,
-    tokens: tuple[int, int] | None,
-    activations: tuple[Activations | None, str],
+    planner: Planner, weight_slots: int | None, room: Room | None, activations: tuple[Activations | None, str]
 ) -> Plan:
     """The plan, without the time of a step. For the arguments see `plan`."""
     stages = planner.stages()
@@ -260,7 +256,7 @@ def _plan(
     fit = None if room is None else choose(stages, room)
     if room is not None and fit is not None and fit.choice is None:
         smallest = min(stages, key=lambda stage: stage.total_bytes)
-        fit = dataclasses.replace(fit, ways=planner.ways(smallest, room, tokens))
+        fit = dataclasses.replace(fit, ways=planner.ways(smallest, room))
     found, name = planner.units(), type(planner.model).__name__
     numel = sum(unit.count * unit.numel for unit in found)
     return Plan(name, numel, *planner.ranks, found, stages, *activations, fit, None, planner.accumulate)

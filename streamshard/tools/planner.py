@@ -33,7 +33,7 @@ from streamshard.layer_major.sums import Sums
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of, modules_inside
 from streamshard.tools.activations import Activations, Build, estimate_activations
-from streamshard.tools.fit import Room, Stage, fewer_tokens, fewest_ranks
+from streamshard.tools.fit import Room, Stage, fewest_ranks
 from streamshard.tools.host_time import Exchanged, HostBytes, Load, Step, StepTime, predict
 from streamshard.tools.memory import report_memory
 from streamshard.torch_private import fake_ranks
@@ -125,7 +125,7 @@ class Planner(NamedTuple):
             stages += self.stage("ZeRO-2", "all"), self.stage("ZeRO-1", "all", "all")
         return stages
 
-    def ways(self, smallest: Stage, room: Room, tokens: tuple[int, int] | None) -> list[str]:
+    def ways(self, smallest: Stage, room: Room) -> list[str]:
         """The smallest number of ranks on which ZeRO-3 fits, and changes with which `smallest` does."""
         ranks, size = self.ranks, max(self.ranks.tp, self.ranks.ep)
 
@@ -140,10 +140,7 @@ class Planner(NamedTuple):
         if offloaded := self.offloaded():
             host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
             ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
-        words = [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
-        if tokens is not None and (shape := fewer_tokens(*tokens, room, smallest.total_bytes, self.measure)):
-            words.append("with --batch {} --seq {}".format(*shape) + _CHECKPOINTED)
-        return words
+        return [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
 
     def times(self, step: Step, tokens: tuple[int, int], stage: Stage) -> list[StepTime]:
         """The time of a step with micro-batches of such `tokens`: of a loop and, if it differs, by accumulation.
