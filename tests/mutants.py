@@ -271,8 +271,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "shared_memory:mixed",
         ),
         ("SharedMemoryTransport._await", Drop("if counter is Counter.READ and"), "shared_memory:another_copies"),
-        ("ExpertsTransport.readers", Swap("self._model.readers(works)", "works"), "transport:same_experts"),
-        ("ExpertsTransport.start_reduce", Swap("self._among", "self._model._all"), "transport:same_experts"),
+        ("SharedMemoryTransport._everywhere", Swap("self._among", "range(self.world_size)"), "transport:same_experts"),
+        ("SharedMemoryTransport.among", Swap(", other._group_of =", ", _ ="), "transport:same_experts"),
     ],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),

@@ -115,11 +115,11 @@ class Communicator(RankGroup):
     def share_memory_of(self, model: Communicator) -> None:
         """Use the memory that the ranks of `model` share, if these ranks, with the same experts, are among them."""
         if not self.streams.has_streams and min(self.world_size, self.total_size) > 1:
-            from streamshard.comm.shared_memory import ExpertsTransport, SharedMemoryTransport
+            from streamshard.comm.shared_memory import SharedMemoryTransport
 
             own, theirs = dist.get_process_group_ranks(self.group), dist.get_process_group_ranks(model.group)
             if isinstance(model.transport, SharedMemoryTransport) and set(own).issubset(theirs):
-                self.transport = ExpertsTransport(self, model.transport, list(map(theirs.index, own)))
+                self.transport = model.transport.among(self, list(map(theirs.index, own)))
 
     @property
     def all_ranks(self) -> dist.ProcessGroup:

@@ -32,6 +32,7 @@ sums, nor one for a copy and the other one for a sum.
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 import functools
 import mmap
@@ -215,6 +216,7 @@ class SharedMemoryTransport(PairwiseTransport):
         super().__init__(ranks)
         self._buffers = buffers
         self._own = buffers[ranks.rank]
+        self._among: Sequence[int] = range(self.world_size)  # whose memory a collective reads, in rank order
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._on_stream = self.streams.on(self.stream)
         # By tag, shard and slot, the copies of an all-gather; by tag and grad slot, every rank's chunk. All all-gathers
@@ -224,6 +226,21 @@ class SharedMemoryTransport(PairwiseTransport):
         self._gathers: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # not copied yet: destination, source
         self._started: deque[tuple[list[torch.Tensor], torch.Tensor, bool, float]] = deque()  # not summed yet
         weakref.finalize(self, _leave, self._own.gone, os.getpid())
+
+    def among(self, ranks: RankGroup, places: Sequence[int]) -> SharedMemoryTransport:
+        """The transport of ranks that gather and reduce among themselves, while the others do so among themselves.
+
+        All ranks issue these collectives at the same places of one order. So the counters and the log of this transport
+        tell their progress too.
+
+        Args:
+            ranks: some of this transport's ranks, such as those with the same experts.
+            places: their numbers in this transport.
+        """
+        other = copy.copy(self)
+        other.rank, other.world_size, other._group_of = ranks.rank, ranks.world_size, ranks.group_of
+        other._among = places
+        return other
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Transport.allocate_visible`."""
@@ -242,21 +259,16 @@ class SharedMemoryTransport(PairwiseTransport):
         """Whether `tensor` lies in memory that other ranks read."""
         return self._own.holds(tensor)
 
-    def _everywhere(self, tensor: torch.Tensor, among: Sequence[int]) -> list[torch.Tensor]:
-        """The tensor at the place of `tensor` in the memory of each rank of `among`."""
+    def _everywhere(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor at the place of `tensor` in the memory of each rank."""
         offset = tensor.data_ptr() - self._own.start
         with torch.inference_mode(False):  # later passes use the views
-            return [self._buffers[rank].view(offset, tensor.numel(), tensor.dtype) for rank in among]
+            return [self._buffers[rank].view(offset, tensor.numel(), tensor.dtype) for rank in self._among]
 
     # -- all-gathers ------------------------------------------------------------------------------------------------
 
-    def start_gather(self, gather: Gather, among: Sequence[int] = ()) -> Work | None:
-        """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then.
-
-        Args:
-            gather: see there.
-            among: the ranks that gather, while others gather among themselves; empty: all.
-        """
+    def start_gather(self, gather: Gather) -> Work | None:
+        """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
         shard, slot, tag, cast_to, is_published = gather
         sent = shard if cast_to is None else cast_to
         key = tag, sent.data_ptr(), slot.data_ptr(), sent.numel(), sent.dtype
@@ -264,7 +276,7 @@ class SharedMemoryTransport(PairwiseTransport):
         if copies is None or not is_published:
             if not is_published or not self.holds(sent):  # send it through gloo
                 return super().start_gather(gather)
-            copies = self._copies[key] = self._plan_copies(among or range(self.world_size), sent, slot)
+            copies = self._copies[key] = self._plan_copies(sent, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         if cast_to is not None:
             with self._on_stream:
@@ -273,16 +285,14 @@ class SharedMemoryTransport(PairwiseTransport):
         self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
         return _Until(functools.partial(self.copy_until, count, for_all=False))
 
-    def _plan_copies(
-        self, among: Sequence[int], shard: torch.Tensor, slot: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The copies (destination, source) of the `shard` of each rank of `among` into the rank's chunk of `slot`."""
-        own = among.index(self.rank)
+    def _plan_copies(self, shard: torch.Tensor, slot: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The copies (destination, source) of each rank's `shard` into the rank's chunk of `slot`."""
+        own, count = self.rank, self.world_size
         with torch.inference_mode(False):
-            chunks = slot.view(len(among), -1).unbind()
+            chunks = slot.view(count, -1).unbind()
             if chunks[own].data_ptr() != shard.data_ptr():
-                return list(zip(chunks, self._everywhere(shard, among), strict=True))
-            sources = [each.view(len(among), -1)[peer] for peer, each in enumerate(self._everywhere(slot, among))]
+                return list(zip(chunks, self._everywhere(shard), strict=True))
+            sources = [each.view(count, -1)[peer] for peer, each in enumerate(self._everywhere(slot))]
             pairs = list(zip(chunks, sources, strict=True))
             return pairs[:own] + pairs[own + 1 :]
 
@@ -305,21 +315,14 @@ class SharedMemoryTransport(PairwiseTransport):
 
     # -- reductions -------------------------------------------------------------------------------------------------
 
-    def start_reduce(self, reduction: Reduction, among: Sequence[int] = ()) -> Work | None:
-        """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it.
-
-        Args:
-            reduction: see there.
-            among: as in `start_gather`.
-        """
+    def start_reduce(self, reduction: Reduction) -> Work | None:
+        """See `Transport.start_reduce`. Sums in all modes in fp32 and in rank order, once all ranks have started it."""
         slot, out, _, _, accumulate, tag, divisor = reduction
         self._issue(RecordKind.REDUCE, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
         key = tag, slot.data_ptr(), slot.numel(), slot.dtype
         chunks = self._chunks.get(key)
         if chunks is None:
-            among = among or range(self.world_size)
-            own_chunk = among.index(self.rank)
-            chunks = [each.view(len(among), -1)[own_chunk] for each in self._everywhere(slot, among)]
+            chunks = [each.view(self.world_size, -1)[self.rank] for each in self._everywhere(slot)]
             self._chunks[key] = chunks
         self._started.append((chunks, out, accumulate, divisor))
         own, number = self._own, self._own.counters[Counter.WRITTEN]
@@ -404,49 +407,3 @@ class SharedMemoryTransport(PairwiseTransport):
 def _leave(gone: memoryview, process: int) -> None:
     if process == os.getpid():  # a forked child has no mapping
         gone[0] = 1
-
-
-class ExpertsTransport(PairwiseTransport):
-    """CPU ranks of one machine with the same experts. They read each other's memory as their model's ranks do.
-
-    All ranks of the model gather and reduce their experts at the same time, each rank among its own. So these have
-    places in the order of `model`, and its counters tell their progress.
-
-    Args:
-        ranks: the ranks with the same experts.
-        model: the transport of the model's shard group.
-        among: the numbers of `ranks` in it.
-    """
-
-    in_order = True
-
-    def __init__(self, ranks: RankGroup, model: SharedMemoryTransport, among: Sequence[int]) -> None:
-        super().__init__(ranks)
-        self._among, self._model = among, model
-
-    def start_gather(self, gather: Gather) -> Work | None:
-        """See `Transport.start_gather`."""
-        sent = gather.shard if gather.cast_to is None else gather.cast_to
-        if not gather.is_published or not self._model.holds(sent):
-            return super().start_gather(gather)
-        return self._model.start_gather(gather, self._among)
-
-    def start_reduce(self, reduction: Reduction) -> Work | None:
-        """See `Transport.start_reduce`."""
-        return self._model.start_reduce(reduction, self._among)
-
-    def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Transport.allocate_visible`."""
-        return self._model.allocate_visible(numel, dtype)
-
-    def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
-        """No scratch, as in `model`."""
-        return 0
-
-    def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
-        """See `Transport.readers`."""
-        return self._model.readers(works)
-
-    def leave(self) -> None:
-        """See `Transport.leave`."""
-        self._model.leave()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.shared_memory import ExpertsTransport, SharedMemoryTransport
+from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
@@ -52,7 +52,7 @@ def _experts(device: torch.device) -> Communicator:
     assert group is not None
     ranks = Communicator(group, model.streams, all_ranks=dist.group.WORLD)
     ranks.share_memory_of(model)
-    assert isinstance(ranks.transport, ExpertsTransport)
+    assert isinstance(ranks.transport, SharedMemoryTransport)
     return ranks
 
 

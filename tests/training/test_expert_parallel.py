@@ -39,7 +39,7 @@ from tests.simulated import late, simulated_device
 
 STEPS, CLIP = 2, 0.5
 WAYS: dict[str, Any] = {"shared memory": contextlib.nullcontext, "sockets": over_sockets, "a device": simulated_device}
-KINDS = {"shared memory": {"SharedMemoryTransport", "ExpertsTransport"}, "sockets": {"PairwiseTransport"}}
+KINDS = {"shared memory": {"SharedMemoryTransport"}, "sockets": {"PairwiseTransport"}}
 
 
 @functools.cache
