@@ -89,7 +89,7 @@ class StreamShard(WatchedRoot):
 
         with leave_inference_mode(), leave_meta_device():
             accepted = accept_model(*args, **kwargs)
-            with explaining_out_of_memory(accepted):
+            with explaining_out_of_memory():
                 engine = shard_model(StreamShard, accepted)
         if engine.ranks.is_first:
             log_summary(engine, accepted.module)

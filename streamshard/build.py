@@ -247,14 +247,12 @@ def plan_engine(
     checked: Checked,
     ranks: PlannedRanks,
     experts: PlannedRanks | None = None,
-    layouts: Sequence[UnitLayout] = (),
     replicas: PlannedRanks | None = None,
 ) -> Engine:
     """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device.
 
     Args:
         checked, ranks, experts: see `make_engine`.
-        layouts: see `plan_layouts`; empty: the model is not sharded.
         replicas: the replicate axis, `PlannedRanks` too; None on a 1-D mesh.
 
     Raises:
@@ -272,7 +270,7 @@ def plan_engine(
         ranks = PlannedRanks(ranks.world_size * replicas.world_size, kind)
     elif replicas is not None:
         axis = Replicas(replicas)
-    layouts = layouts or plan_layouts(checked, ranks, experts)
+    layouts = plan_layouts(checked, ranks, experts)
     engine = make_engine(checked, layouts, Connected(ranks, axis, experts, levels), lambda layout, flat_params: None)
     engine.predict_ends()
     return engine

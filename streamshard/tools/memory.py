@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from streamshard.build import Accepted, plan_engine, plan_layouts
-from streamshard.comm.communicator import PlannedRanks
-from streamshard.comm.streams import Streams
 from streamshard.core.engine import Engine
 from streamshard.core.late_step import chunk_bytes
 from streamshard.core.module_state import handle_of
@@ -163,22 +160,13 @@ def log_summary(engine: Engine, root: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def explaining_out_of_memory(accepted: Accepted) -> Iterator[None]:
-    """If the body, which shards the model, is out of memory, log the bytes that the engine would hold."""
-    ranks, replicas, experts, levels = accepted.connected
-    layouts = plan_layouts(accepted.checked, ranks, experts)  # before `shard_model` changes the parameters
+def explaining_out_of_memory() -> Iterator[None]:
+    """If the body, which shards a model, is out of memory, log which command says how much a rank needs."""
     try:
         yield
     except BaseException as error:
         if _is_out_of_memory(error):
-            transport = "nccl" if ranks.streams.has_streams else "sockets"
-            shards = ranks if levels is None else levels[0]
-            planned = PlannedRanks(shards.world_size, transport)
-            beside = None if experts is None else PlannedRanks(experts.world_size, transport)
-            outer = levels[1] if levels is not None else None if replicas is None else replicas.ranks
-            axis = None if outer is None else PlannedRanks(outer.world_size, transport)
-            engine = plan_engine(accepted.checked, planned, beside, layouts, axis)
-            log.error("%s", explain_out_of_memory(engine, ranks.streams, "would hold"))
+            log.error("out of memory in StreamShard(model): `streamshard plan` says what a rank needs and what fits")
         raise
 
 
@@ -187,7 +175,7 @@ def _report_at_exit() -> None:
     """If the process ends because it is out of memory, log the bytes that each engine holds."""
     if _is_out_of_memory(uncaught()):
         for engine in [each for each in gc.get_objects() if type(each) is Engine]:
-            log.error("%s", explain_out_of_memory(engine, engine.streams, "holds"))
+            log.error("%s", explain_out_of_memory(engine))
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -197,18 +185,12 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def explain_out_of_memory(engine: Engine, streams: Streams, holds: str) -> str:
-    """The engine's bytes by category, torch's allocations on the device, and settings that make room.
-
-    Args:
-        engine: alive, or planned on the meta device.
-        streams: of the device on which the model trains.
-        holds: the verb of the message: "holds", or "would hold" for a planned engine.
-    """
-    allocated = ""
+def explain_out_of_memory(engine: Engine) -> str:
+    """The engine's bytes by category, torch's allocations on the device, and settings that make room."""
+    streams, allocated = engine.streams, ""
     if streams.has_streams:
         most, total = streams.module.max_memory_allocated(streams.device), streams.module.mem_get_info(streams.device)
         allocated = f"torch has allocated at most {most / 2**30:.2f} GiB, of {total[1] / 2**30:.2f} GiB\n"
     to_host = 'offload="state", ' if streams.has_streams and engine.host is None else ""
     ways = f"fewer slots, {to_host}more ranks, smaller batches, activation checkpointing"
-    return f"out of memory. StreamShard {holds}:\n{report_memory(engine)}\n{allocated}what makes room: {ways}"
+    return f"out of memory. StreamShard holds:\n{report_memory(engine)}\n{allocated}what makes room: {ways}"

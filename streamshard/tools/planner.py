@@ -175,7 +175,7 @@ class Planner(NamedTuple):
         experts = PlannedRanks(ranks.world_size // ranks.ep, ranks.transport) if ranks.ep > 1 else None
         others = PlannedRanks(ranks.world_size // ranks.tp, ranks.transport)
         replicas = PlannedRanks(ranks.replicas, ranks.transport) if ranks.replicas > 1 else None
-        return plan_engine(self.checked._replace(settings=changed), others, experts, replicas=replicas)
+        return plan_engine(self.checked._replace(settings=changed), others, experts, replicas)
 
     def stage(self, name: str, weights: SlotCount, grads: GradSlots = None, **settings: Any) -> Stage:
         """Memory and communication with so many slots, and some other settings."""
