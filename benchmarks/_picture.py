@@ -5,8 +5,23 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from streamshard.tools.spans import LOOKS, Trace, lanes_of
+from streamshard.tools.spans import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, LOOKS, Trace, lanes_of
 
+_COLORS = {  # by activity
+    "cast": "#c7b95a",
+    "forward": "#74a9cf",
+    "loss": "#a6cfe0",
+    "backward": "#2b6ca8",
+    "optimizer": "#b5a8d5",
+    FOR_WEIGHTS: "#d62728",
+    FOR_GRADS: "#ff9f1c",
+    FOR_OWNERS: "#8c564b",
+    "all_gather": "#3a9d5d",
+    "reduce_scatter": "#7f4fa3",
+    "all_reduce": "#b07cc6",
+    "flags": "#999999",
+    "all_to_all": "#a0785a",
+}
 _WIDTH_IN, _LETTER_IN = 15.0, 0.11
 _SPANS_WITH_EDGES = 200  # of a lane with more, white edges would hide the spans
 
@@ -30,14 +45,14 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
             [(span.stop_us - span.start_us) / 1e3 for span in lane],
         )
         edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6 if len(lane) < _SPANS_WITH_EDGES else 0.0}
-        colors = [LOOKS[span.activity].color for span in lane]
+        colors = [_COLORS[span.activity] for span in lane]
         axes.barh([height] * len(lane), lengths, left=starts, color=colors, **edges)
         for span, start, length in zip(lane, starts, lengths, strict=True):
             label = trace.units[span.unit].rpartition(".")[2] if span.unit else ""
             if len(label) * _LETTER_IN < length * 1e3 / trace.total_us * _WIDTH_IN:
                 axes.text(start + length / 2, height, label, ha="center", va="center", fontsize=8, color="white")
-    looks = dict.fromkeys(LOOKS[span.activity] for span in trace.spans)
-    patches = [Patch(color=look.color, label=look.words) for look in looks]
+    activities = dict.fromkeys(span.activity for span in trace.spans)
+    patches = [Patch(color=_COLORS[each], label=LOOKS[each].words) for each in activities]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path)
 

@@ -1,14 +1,12 @@
-"""Recorded steps: their spans, sums of these, and a picture: an HTML page that loads nothing."""
+"""Recorded steps: their spans, sums of these, and a file that trace viewers show."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from html import escape
-from importlib.resources import files
-from string import Template
 from typing import Any, NamedTuple
 
 from streamshard.comm.ranks import RankGroup, run_on_first
@@ -104,22 +102,29 @@ class Trace:
         return "\n".join(lines)
 
     def save(self, path: AnyPath, *, all_ranks: bool = True) -> None:
-        """Draw the trace as an HTML page, the ranks below each other; names the slowest layers. Rank 0 writes it.
+        """Write the trace for https://ui.perfetto.dev or chrome://tracing, in Chrome's format (JSON). Rank 0 writes it.
+
+        Each rank is a process, whose time begins where the rank entered the trace.
 
         Args:
-            path: the page's path.
-            all_ranks: every rank has traced and calls this. False: this rank draws and writes its own trace.
+            path: of the file.
+            all_ranks: every rank has traced and calls this. False: this rank writes its own trace.
 
         Raises:
             ConfigError: `path` is no path.
             StreamShardError: on every rank: rank 0 cannot write.
         """
         file, traces = parse_path("path", path), [self]
+
+        def write() -> None:
+            events = [event for rank, trace in enumerate(traces) for event in _events_of(trace, rank)]
+            file.write_text(json.dumps({"traceEvents": events}))
+
         if self.ranks is None or not all_ranks:
-            file.write_text(page_of(traces))
+            write()
             return
         traces = self.ranks.gather_objects("collect traces", self)
-        run_on_first(self.ranks, "write a trace", lambda: file.write_text(page_of(traces)), at=file)
+        run_on_first(self.ranks, "write a trace", write, at=file)
 
     def own_us(self) -> dict[tuple[str, int | None], float]:
         """By activity of the compute stream, and unit: microseconds, without those of activities inside it."""
@@ -137,54 +142,35 @@ class Trace:
         return own
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------
+# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 class Look(NamedTuple):
-    """How an activity is drawn: in which row, in words, and its color."""
+    """How an activity is shown: in which row, and in words."""
 
     row: str
     words: str
-    color: str
 
 
 LOOKS = {
-    "cast": Look("compute", "casts weights", "#c7b95a"),
-    "forward": Look("compute", "computes forward", "#74a9cf"),
-    "loss": Look("compute", "computes the loss", "#a6cfe0"),
-    "backward": Look("compute", "computes backward", "#2b6ca8"),
-    "optimizer": Look("compute", "optimizer", "#b5a8d5"),
-    FOR_WEIGHTS: Look("compute", "waits for weights", "#d62728"),
-    FOR_GRADS: Look("compute", "waits for gradients", "#ff9f1c"),
-    FOR_OWNERS: Look("compute", "waits for whole parameters", "#8c564b"),
-    "all_gather": Look("all-gather", "all-gather", "#3a9d5d"),
-    "reduce_scatter": Look("reduction", "reduction", "#7f4fa3"),
-    "all_reduce": Look("reduction", "average over replicas", "#b07cc6"),
-    "flags": Look("reduction", "which gradients exist", "#999999"),
-    "all_to_all": Look("all-to-all", "exchange of whole parameters", "#a0785a"),
+    "cast": Look("compute", "casts weights"),
+    "forward": Look("compute", "computes forward"),
+    "loss": Look("compute", "computes the loss"),
+    "backward": Look("compute", "computes backward"),
+    "optimizer": Look("compute", "optimizer"),
+    FOR_WEIGHTS: Look("compute", "waits for weights"),
+    FOR_GRADS: Look("compute", "waits for gradients"),
+    FOR_OWNERS: Look("compute", "waits for whole parameters"),
+    "all_gather": Look("all-gather", "all-gather"),
+    "reduce_scatter": Look("reduction", "reduction"),
+    "all_reduce": Look("reduction", "average over replicas"),
+    "flags": Look("reduction", "which gradients exist"),
+    "all_to_all": Look("all-to-all", "exchange of whole parameters"),
 }
-_SLOWEST = 5  # layers in the table
-_STEP_PX, _MOST_STEPS, _LEFT_PX, _LANE_PX, _LETTER_PX, _TICKS = 1000, 8, 110, 26, 7, 10
-
-
-def page_of(traces: Sequence[Trace]) -> str:
-    """The page, as HTML: ``trace.html``, filled in."""
-    steps, first = traces[0].steps, traces[0]
-    title = f"{len(traces)} rank{'s' * (len(traces) > 1)}, {steps} step{'s' * (steps > 1)}: "
-    title += f"{first.summary()['step_s'] * 1e3:.1f} ms a step"
-    looks = dict.fromkeys(LOOKS[span.activity] for trace in traces for span in trace.spans)
-    page = Template(files(__package__).joinpath("trace.html").read_text())
-    return page.substitute(
-        title=title,
-        legend=" ".join(f'<span><i style="background:{look.color}"></i>{look.words}</span>' for look in looks),
-        svg="\n".join(_svg(traces)),
-        slowest="".join(_slowest(traces)),
-        ranks="".join(f"<pre>{escape(str(trace))}</pre>" for trace in traces),
-    )
 
 
 def lanes_of(trace: Trace) -> list[tuple[str, list[Span]]]:
-    """The rows of the picture, each once for every lane. Collectives of a lane do not overlap."""
+    """The rows, each once for every lane. Collectives of a lane do not overlap."""
     rows: dict[str, list[list[Span]]] = {look.row: [] for look in LOOKS.values()}
     for span in trace.spans:
         lanes, nests = rows[LOOKS[span.activity].row], span.stream is StreamName.COMPUTE
@@ -195,48 +181,13 @@ def lanes_of(trace: Trace) -> list[tuple[str, list[Span]]]:
     return [(row, lane) for row, lanes in rows.items() for lane in lanes]
 
 
-def _svg(traces: Sequence[Trace]) -> Iterator[str]:
-    """The spans of all ranks, on one time axis."""
-    lanes = [lanes_of(trace) for trace in traces]
-    width = _STEP_PX * min(max(trace.steps for trace in traces), _MOST_STEPS)
-    height = _LANE_PX * (1 + sum(1 + len(each) for each in lanes))
-    total_us = max(trace.total_us for trace in traces) or 1.0
-    yield f'<svg width="{_LEFT_PX + width + 60}" height="{height}" role="img">'
-    for tick in range(_TICKS + 1):
-        x = _LEFT_PX + width * tick / _TICKS
-        yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_LANE_PX}" y2="{height}"/>'
-        yield f'<text x="{x:.1f}" y="14">{total_us * tick / _TICKS / 1e3:.4g} ms</text>'
-    top = _LANE_PX
-    for trace, of_rank in zip(traces, lanes, strict=True):
-        yield f'<text x="0" y="{top + 17}" font-weight="bold">{escape(trace.about)}</text>'
-        for row, lane in of_rank:
-            top += _LANE_PX
-            yield f'<text x="0" y="{top + 17}">{row}</text>'
-            for span in lane:
-                yield _rect(span, trace.units, top, width / total_us)
-        top += _LANE_PX
-    yield "</svg>"
-
-
-def _rect(span: Span, units: Sequence[str], top: int, px_per_us: float) -> str:
-    x, width = _LEFT_PX + span.start_us * px_per_us, (span.stop_us - span.start_us) * px_per_us
-    look, name = LOOKS[span.activity], "" if span.unit is None else escape(units[span.unit])
-    told = f"{look.words} {name}: {(span.stop_us - span.start_us) / 1e3:.3f} ms"
-    place = f'x="{x:.2f}" y="{top + 3}" width="{max(width, 0.3):.2f}" height="{_LANE_PX - 6}" fill="{look.color}"'
-    label = name.rpartition(".")[2] if span.unit else ""
-    if not label or len(label) * _LETTER_PX > width:
-        return f"<rect {place}><title>{told}</title></rect>"
-    text = f'<text class="in" x="{x + width / 2:.2f}" y="{top + 17}">{label}</text>'
-    return f"<rect {place}><title>{told}</title></rect>{text}"
-
-
-def _slowest(traces: Sequence[Trace]) -> Iterator[str]:
-    """Rows of the table: the layers that compute longest."""
-    sums: dict[str, list[float]] = {}
-    for trace in traces:
-        for (activity, unit), own_us in trace.own_us().items():
-            if unit is not None and activity in ("forward", "backward"):
-                sums.setdefault(trace.units[unit], [0.0, 0.0])[activity == "backward"] += own_us / trace.steps
-    for name in sorted(sums, key=lambda name: -sum(sums[name]))[:_SLOWEST]:
-        cells = "".join(f"<td>{own_us / 1e3 / len(traces):.3f}</td>" for own_us in sums[name])
-        yield f"<tr><td>{escape(name)}</td>{cells}</tr>"
+def _events_of(trace: Trace, rank: int) -> Iterator[dict[str, Any]]:
+    """Events of Chrome's trace format: a process for the rank, a thread for each lane."""
+    yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": trace.about}}
+    for number, (row, lane) in enumerate(lanes_of(trace)):
+        place = {"pid": rank, "tid": number}
+        yield {"ph": "M", **place, "name": "thread_name", "args": {"name": row}}
+        for span in lane:
+            words, unit = LOOKS[span.activity].words, "" if span.unit is None else f" {trace.units[span.unit]}"
+            times = {"ts": span.start_us, "dur": span.stop_us - span.start_us}
+            yield {"ph": "X", **place, "name": f"{words}{unit}", **times}

@@ -4,7 +4,7 @@
         model(batch).loss.backward()
         optimizer.step()
     print(found)                                 # means per step; found.summary() returns them for a tracker
-    found.save("step.html")                      # draws all ranks; call it on every rank
+    found.save("step.json")                      # of all ranks, for Perfetto; call it on every rank
 
 On an accelerator, times are the device's, from events on its streams. On the CPU, times are the host's: the span of a
 collective ends when the host has waited for the collective. A wait is a span of the compute stream: it is the exposed

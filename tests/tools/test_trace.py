@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from streamshard import trace as record
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ShardingError
-from streamshard.tools.spans import Span, Trace
+from streamshard.tools.spans import LOOKS, Span, Trace
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -104,19 +104,25 @@ def test_tracing_changes_no_number(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_saved_trace_shows_all_ranks_and_names_the_slowest_layers(context: RankContext, tmp_path: Path) -> None:
-    """In one page that loads nothing. A rank can also draw its trace alone."""
+def test_a_saved_trace_shows_all_ranks_in_chromes_format(context: RankContext, tmp_path: Path) -> None:
+    """A process for each rank, a thread for each lane, all spans. A rank can also write its trace alone."""
     model = StreamShard(TinyLM(), precision=BF16)
     with record(model) as found:
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))
-    found.save(tmp_path / "step.html")
-    found.save(tmp_path / f"{context.rank}.html", all_ranks=False)
-    page, own = (tmp_path / "step.html").read_text(), (tmp_path / f"{context.rank}.html").read_text()
-    assert re.findall(r">(rank \d of 2 on cpu)</text>", page) == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]
-    assert re.findall(r">(rank \d of 2 on cpu)</text>", own) == [found.about]
-    assert page.count("<tr><td>") == 5 and "<td>blocks." in page and "http" not in page and "src=" not in page
-    by_unit = [own_us for (activity, unit), own_us in found.own_us().items() if activity == "backward" and unit == 1]
-    assert len(by_unit) == 1 and f"<td>{by_unit[0] / 1e3:.3f}</td>" in own
+    found.save(tmp_path / "step.json")
+    found.save(tmp_path / f"{context.rank}.json", all_ranks=False)
+    both, own = (json.loads((tmp_path / f"{n}.json").read_text())["traceEvents"] for n in ("step", context.rank))
+    processes = [(event["pid"], event["args"]["name"]) for event in both if event["name"] == "process_name"]
+    assert processes == [(0, "rank 0 of 2 on cpu"), (1, "rank 1 of 2 on cpu")]
+    threads = {event["tid"]: event["args"]["name"] for event in own if event["name"] == "thread_name"}
+    spans = [event for event in own if event["ph"] == "X"]
+    assert [event for event in both if event["ph"] == "X" and event["pid"] == context.rank] == [
+        {**event, "pid": context.rank} for event in spans
+    ]
+    assert Counter(threads[event["tid"]] for event in spans) == Counter(LOOKS[s.activity].row for s in found.spans)
+    (backward,) = (event for event in spans if event["name"] == "computes backward blocks.0")
+    (span,) = (span for span in found.spans if (span.activity, span.unit) == ("backward", 1))
+    assert (backward["ts"], backward["dur"]) == (span.start_us, span.stop_us - span.start_us)
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
