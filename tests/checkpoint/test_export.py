@@ -1,42 +1,57 @@
-"""Exports equal what `save_pretrained` writes, from one rank or several, and load again."""
+"""Exports equal what `save_pretrained` writes, from one rank or several, load again, and leave nothing if they fail."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from streamshard import StreamShard, export_safetensors
+from streamshard import StreamShard, export_safetensors, load_safetensors
+from streamshard.checkpoint import local_directory, storage
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from tests.checkpoint.exporting import MODELS, Plain, assert_same_files, filled, names_in, sharded, stored_bytes
 from tests.families import gpt2, llama, mixtral, qwen3_vl_moe
 from tests.ranks import RankContext, on_ranks
-from tests.reference import assert_same
+from tests.reference import EXACT, assert_same, full_weights
+from tests.test_big_models import sampling_peak
 
 # ------------------------------------------------------------------------------------------------ what is written
 
 
 @on_ranks(2)
 def test_experts_are_split_by_their_own_size(context: RankContext, tmp_path: Path) -> None:
-    """`save_pretrained` counts a layer's experts as one and exceeds max_shard_size; we hold it, with equal tensors."""
-    files = export_safetensors(StreamShard(filled(mixtral)), tmp_path / "ours", max_shard_size="3KB")
-    if context.rank > 0:
-        return
-    model = filled(mixtral)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
-    assert stored_bytes(tmp_path / "ours") == stored_bytes(tmp_path / "theirs")
-    sizes = [sum(tensor.nbytes for tensor in load_file(tmp_path / "ours" / name).values()) for name in files[:-1]]
-    alone = [len(load_file(tmp_path / "ours" / name)) == 1 for name in files[:-1]]
-    assert all(size <= 3000 or single for size, single in zip(sizes, alone, strict=True))
-    index = json.loads((tmp_path / "ours" / files[-1]).read_text())
-    assert index["metadata"] == {"total_parameters": model.num_parameters(), "total_size": sum(sizes)}
+    """`save_pretrained` counts a layer's experts as one and exceeds max_shard_size; we hold it, with equal tensors.
+
+    They load from several files, and from the other layout that transformers can write.
+    """
+    ours, model = tmp_path / "ours", filled(mixtral)
+    files = export_safetensors(StreamShard(filled(mixtral)), ours, max_shard_size="3KB")
+    if context.rank == 0:
+        model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
+        model.save_pretrained(tmp_path / "stacked", max_shard_size="3KB", save_original_format=False)
+        assert stored_bytes(ours) == stored_bytes(tmp_path / "theirs")
+        stored = [load_file(ours / name) for name in files[:-1]]
+        sizes = [sum(tensor.nbytes for tensor in each.values()) for each in stored]
+        assert all(size <= 3000 or len(each) == 1 for size, each in zip(sizes, stored, strict=True))
+        index = json.loads((ours / files[-1]).read_text())
+        assert index["metadata"] == {"total_parameters": model.num_parameters(), "total_size": sum(sizes)}
+    dist.barrier()
+    for directory in (ours, tmp_path / "stacked"):
+        loaded = sharded(mixtral())
+        load_safetensors(loaded, directory)
+        assert_same(full_weights(loaded), model.state_dict(), "loaded", EXACT)
 
 
 @on_ranks(2)
@@ -106,17 +121,20 @@ def test_model_with_adapters_is_refused(context: RankContext, tmp_path: Path) ->
 
 @on_ranks(2)
 @pytest.mark.parametrize("make", [*MODELS, qwen3_vl_moe])
-def test_sharded_model_exports_what_save_pretrained_writes(
+def test_sharded_model_exports_what_save_pretrained_writes_and_loads_it(
     context: RankContext, make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """The class made by sharding, its pieces and its ranks change nothing in the files."""
-    model = filled(make)
+    model, wanted = filled(make), filled(make)
     size = "5GB" if make in (mixtral, qwen3_vl_moe) else "3KB"
     if context.rank == 0:
         model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
     export_safetensors(StreamShard(model), tmp_path / "ours", max_shard_size=size)
     if context.rank == 0:
         assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    loaded = sharded(make())
+    load_safetensors(loaded, tmp_path / "ours")
+    assert_same(full_weights(loaded), wanted.state_dict(), "loaded", EXACT)
 
 
 # ------------------------------------------------------------------------------------------------ transformers' methods
@@ -156,3 +174,45 @@ def test_what_save_pretrained_of_a_sharded_model_cannot_do_raises(context: RankC
     with pytest.raises(ShardingError, match="is inside a sharded model"):
         around[0].save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ memory and failures
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@on_ranks(1)
+def test_export_needs_one_chunk_of_memory(context: RankContext, tmp_path: Path) -> None:
+    """Exporting 64 MiB in another dtype raises the memory of the process by less than three chunks."""
+    model, small = (StreamShard(nn.Sequential(nn.Linear(numel // 2, 2, bias=False)), ["0"]) for numel in (16 << 20, 4))
+    export_safetensors(small, tmp_path, dtype=torch.bfloat16)  # what the first call loads is not what is measured
+    with sampling_peak() as peak:
+        before = peak[0]
+        export_safetensors(model, tmp_path, dtype=torch.bfloat16)
+    assert peak[0] - before <= 3 * storage.CHUNK_BYTES
+    assert (tmp_path / "model.safetensors").stat().st_size > 2 * (16 << 20)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("rank", "call"), [(1, "pwrite"), (1, "fsync"), (0, "replace")])
+def test_failure_on_one_rank_is_raised_on_all(context: RankContext, rank: int, call: str, tmp_path: Path) -> None:
+    """Every rank's error names the rank that failed and the cause, and no file is left."""
+    model = StreamShard(filled(llama))
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if context.rank == rank else None
+    failing = mock.Mock(wraps=getattr(os, call), side_effect=error)
+    with mock.patch.object(os, call, failing), pytest.raises(CheckpointError, match=f"rank {rank}: .*No space left"):
+        export_safetensors(model, tmp_path, max_shard_size="3KB")
+    assert not [name for name in names_in(tmp_path) if name.endswith((".partial", "index.json", "model.safetensors"))]
+
+
+@on_ranks(2)
+def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tmp_path: Path) -> None:
+    """Each host has a disk of its own: the message says that the directory must be shared."""
+    (tmp_path / "of rank 0").mkdir(exist_ok=True)
+
+    def seen(self: local_directory.LocalDirectory, path: Path) -> None:
+        self.path = Path(str(path).replace("of rank 0", f"of rank {context.rank}"))
+
+    refused = pytest.raises(CheckpointError, match="rank 1: .*must be on storage all ranks share")
+    with mock.patch.object(local_directory.LocalDirectory, "__init__", seen), refused:
+        export_safetensors(sharded(filled(Plain)), tmp_path / "of rank 0")
+    assert names_in(tmp_path / "of rank 0") == []

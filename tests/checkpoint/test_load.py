@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +16,7 @@ from torch import nn
 from streamshard import export_safetensors, load_safetensors
 from streamshard.checkpoint import export as loading
 from streamshard.errors import CheckpointError
-from tests.checkpoint.exporting import MODELS, Plain, filled, sharded
+from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.families import bert, llama, mixtral
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, assert_same, full_weights
@@ -48,21 +47,6 @@ def _assert_refused(model: nn.Module, directory: Path, *words: str) -> None:
         load_safetensors(model, directory)
     assert all(each in str(caught.value) for each in words), caught.value
     assert_same(full_weights(model), before, "weights", EXACT)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("make", "original_format"), [*((make, True) for make in MODELS), (mixtral, False)])
-def test_load_reads_what_save_pretrained_writes(
-    context: RankContext, make: Callable[[], nn.Module], original_format: bool, tmp_path: Path
-) -> None:
-    """From several files, in either of the layouts transformers can write."""
-    model = filled(make)
-    if context.rank == 0:
-        model.save_pretrained(tmp_path, max_shard_size="3KB", save_original_format=original_format)
-    dist.barrier()
-    whole = _loaded(make(), tmp_path)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        assert torch.equal(whole[name], param), name
 
 
 @on_ranks(2)

@@ -37,7 +37,7 @@ from tests.checkpoint import exporting
 from tests.checkpoint.crafted import FILE
 from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.checkpoint.objects import Act, Kept, at_operation
-from tests.checkpoint.runs import start, steps, weights_of
+from tests.checkpoint.runs import start, weights_of
 from tests.families import llama
 from tests.launched import Launched, run_script
 from tests.ranks import RankContext, on_ranks
@@ -269,21 +269,6 @@ def test_a_missing_package_raises_on_all_ranks(context: RankContext, missing: st
 # ------------------------------------------------------------------------------------------------ runs
 
 
-@on_ranks(2)
-def test_a_run_goes_on_bit_for_bit(context: RankContext, tmp_path: Path) -> None:
-    """Saved in the background, while training goes on."""
-    where = f"kept://{tmp_path}/run"
-    run = start(0)
-    steps(run, 0, 3)
-    saving = save_checkpoint(where, run.model, run.optimizer, {**run.extra, "step": 3}, wait=False)
-    wanted = steps(run, 3, 6)
-    assert saving.wait() == latest(where)
-    other = start(1)
-    loaded = load_checkpoint(where, other.model, other.optimizer, other.extra)
-    assert loaded["step"] == 3 and loaded.path == saving.path
-    assert steps(other, 3, 6) == wanted
-
-
 _ENDS_WHILE_IT_SAVES = """
     import time, torch
     from concurrent.futures import ThreadPoolExecutor
@@ -338,10 +323,12 @@ def test_another_number_of_ranks_reads_only_the_ranges_it_needs(ranks: Any, tmp_
 
 @on_ranks(1)
 def test_memory_of_the_process_is_object_storage_too(context: RankContext) -> None:
+    """Saved in the background too."""
     run, other = start(0), start(1)
-    for _ in range(2):
-        save_checkpoint("memory://run", run.model, keep=1)
-    load_checkpoint("memory://run", other.model)
+    for wait in (True, False):
+        saving = save_checkpoint("memory://run", run.model, extra={"step": 3}, keep=1, wait=wait)
+    loaded = load_checkpoint("memory://run", other.model)
+    assert loaded["step"] == 3 and loaded.path == saving.path
     assert_same(weights_of(other), weights_of(run), "loaded")
     assert len(storage_of(Url("memory://run")).names()) == 1
     fsspec.filesystem("memory").store.clear()
@@ -351,30 +338,23 @@ def test_memory_of_the_process_is_object_storage_too(context: RankContext) -> No
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("size", ["5GB", 180])
-def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, tmp_path: Path, size: Any) -> None:
-    """And loads from there. It is not replaced: another directory takes the next one."""
-    where, model = f"kept://{tmp_path}/export", sharded(filled(Plain))
+@pytest.mark.parametrize("size", ["5GB", "3KB"])
+def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, tmp_path: Path, size: str) -> None:
+    """And loads from there. It is not replaced: another directory takes the next one, by transformers' method too."""
+    where, model = f"kept://{tmp_path}/export", sharded(filled(llama))
     names = export_safetensors(model, where, max_shard_size=size)
     without = [re.sub("-[0-9a-f]{8}-", "-", name) for name in names]
     assert export_safetensors(model, tmp_path / "local", max_shard_size=size) == without
-    for name, own in zip(names[:3], without[:3], strict=True):
-        assert (tmp_path / "export" / name).read_bytes() == (tmp_path / "local" / own).read_bytes()
-    other = sharded(Plain())
+    for name, own in zip(names, without, strict=True):
+        if name.endswith(".safetensors"):
+            assert (tmp_path / "export" / name).read_bytes() == (tmp_path / "local" / own).read_bytes()
+    other, wanted = sharded(llama()), filled(llama).state_dict()
     load_safetensors(other, where)
-    assert_same(other.full_state_dict(rank0_only=False), filled(Plain).state_dict(), "loaded")
+    assert_same(other.full_state_dict(rank0_only=False), wanted, "loaded")
     with pytest.raises(CheckpointError, match=f"{where} has an export, {names[-1]}.*name a new directory"):
         export_safetensors(model, where, max_shard_size=size)
-    assert len(export_safetensors(model, f"{where}-2", max_shard_size=size)) == len(names)
-
-
-@on_ranks(2)
-def test_save_pretrained_writes_what_from_pretrained_reads(context: RankContext, tmp_path: Path) -> None:
-    """With the config, and files of several ranks' ranges."""
-    model: Any = StreamShard(filled(llama))
-    model.save_pretrained(f"kept://{tmp_path}/export", max_shard_size="3KB")
-    found = LlamaForCausalLM.from_pretrained(tmp_path / "export")
-    assert_same(found.state_dict(), filled(llama).state_dict(), "read")
+    model.save_pretrained(f"{where}-2", max_shard_size=size)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "export-2").state_dict(), wanted, "read")
 
 
 @on_ranks(1)
