@@ -1,8 +1,7 @@
-"""Models that transformers loads in 4 bits, with adapters on them: trained, saved and loaded as in one process."""
+"""Models that transformers loads quantized, with adapters on them: trained, saved and loaded as in one process."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,9 @@ from tests import families
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_rows, make_texts, make_tokenizer
 from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train
-from tests.launched import Launched, run_file
 from tests.models import token_batch
 from tests.ranks import RankContext, RankPool
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, seed
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, full_weights, seed
 
 bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
 peft: Any = pytest.importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
@@ -73,15 +71,12 @@ def _lora(**options: Any) -> Any:
 CONFIGS: dict[str, Callable[[], Any]] = {
     "dora": lambda: _lora(use_dora=True),
     "modules to save": lambda: _lora(modules_to_save=["lm_head"]),
-    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
     ),
     "oft": lambda: peft.OFTConfig(
         oft_block_size=8, use_cayley_neumann=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
     ),
-    "tokens": lambda: _lora(trainable_token_indices=[1, 5]),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
 
@@ -124,6 +119,7 @@ def test_adapters_on_a_loaded_base_train_as_in_one_process(context: RankContext,
 @on_ranks(2)
 @pytest.mark.parametrize("method", CONFIGS)
 def test_methods_of_peft_train_as_in_one_process(context: RankContext, method: str, tmp_path: Path) -> None:
+    """Those that meet packed weights in a way of their own; `test_peft` has the others."""
     _mirrored(context, lambda path: _adapted(_base(path), CONFIGS[method]()).train(), tmp_path)
 
 
@@ -218,18 +214,30 @@ def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Pa
     assert_same(found, wanted, "adapters", EXACT)
 
 
-@pytest.mark.ranks
-@pytest.mark.timeout(300)
-def test_the_script_of_the_page_trains_saves_and_loads(tmp_path: Path) -> None:
-    """Two processes as torchrun starts them; the adapter computes the same on a base that is not sharded."""
-    job = ["docs/examples/qlora.py", str(tmp_path / "out")]
-    (code, told), (other, _) = Launched(2, tmp_path, run_file, job).end(timeout_s=200.0)
-    assert (code, other) == (0, 0), told
-    found = re.search(r"loss (\S+) -> (\S+); (\S+) with the trained model, (\S+) with", told)
-    assert found is not None, told
-    first, last, trained, loaded = map(float, found.groups())
-    assert last < first - 0.2
-    assert loaded == pytest.approx(trained, abs=1e-2)  # on some CPUs without sharding in bf16
+# -- torchao ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
+def test_adapters_on_a_base_of_torchao_train_as_in_one_process(context: RankContext, kind: str, tmp_path: Path) -> None:
+    if context.device.type != "cpu":
+        pytest.skip("has run on CPUs only")
+    torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install streamshard[test]")
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    (path,) = _saved(context, tmp_path)
+
+    def build() -> Any:
+        options: Any = {"quantization_config": TorchAoConfig(getattr(torchao, kind)()), "dtype": torch.float32}
+        return _adapted(AutoModelForCausalLM.from_pretrained(path, **options)).train()
+
+    model = assert_trains_like_plain(context, build, _step, optimizer=adamw, steps=2, checked=[1])
+    found, wanted = (
+        {name: part for name, part in full_weights(each).items() if "base_layer.weight." in name}
+        for each in (model, build())
+    )
+    assert sum(name.endswith("qdata") for name in wanted) == 21
+    assert_same(found, wanted, "packed weights", EXACT)
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------

@@ -92,16 +92,22 @@ def _train(model: Any, place: int = 0, places: int = 1) -> tuple[list[float], di
     return norms, full_weights(model)
 
 
+def _assert_trains_as_one_process(model: Any, kind: str, place: int = 0, places: int = 1) -> dict[str, Tensor]:
+    """Train the sharded `model` of this kind on the rows of a place, compare, and return its weights."""
+    norms, found = _train(model, place, places)
+    wanted_norms, wanted = _train(_made(kind))
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    assert difference(found, wanted) < 1e-5
+    return found
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
 def test_transformers_own_plans_train_what_one_process_trains(context: RankContext, kind: str) -> None:
     """2 x 2 ranks; embedding and head are cut too. Llama's plan is used by accelerate and Trainer below."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp {kind}", f"tp {kind}"))
     model = StreamShard(_parallel(kind, world[f"tp {kind}"]), mesh=world[f"dp {kind}"], precision="fp32")
-    norms, weights = _train(model, world[f"dp {kind}"].get_local_rank(), 2)
-    wanted_norms, wanted = _train(_made(kind))
-    assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    assert difference(weights, wanted) < 1e-5
+    _assert_trains_as_one_process(model, kind, world[f"dp {kind}"].get_local_rank(), 2)
 
 
 @on_ranks(4)
@@ -112,10 +118,8 @@ def test_transformers_plans_of_experts_train_what_one_process_trains(context: Ra
     model, weights = _made("mixtral"), _made("mixtral").state_dict()
     apply_expert_parallelism(model, mesh, alone, model._expand_parallel_plan(model.ep_plan), "all_to_all")
     _copy_into_parts(model, weights)
-    norms, found = _train(StreamShard(model, mesh=dist.group.WORLD, precision="fp32"), context.rank, 4)
-    wanted_norms, wanted = _train(_made("mixtral"))
-    assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    assert difference(found, wanted) < 1e-5
+    model = StreamShard(model, mesh=dist.group.WORLD, precision="fp32")
+    _assert_trains_as_one_process(model, "mixtral", context.rank, 4)
 
 
 def _with_experts() -> tuple[Any, int]:
@@ -131,14 +135,21 @@ def _with_experts() -> tuple[Any, int]:
     return StreamShard(model, mesh=dp_mesh, precision="fp32"), dp_mesh.get_local_rank()
 
 
+def _norms_with_penalties(model: Any, whole: Any, place: int) -> list[float]:
+    """Norms of the gradients of a loss with a penalty on all weights: sharded, of one of two places; and whole."""
+    norms = []
+    for trained, rows in ((model, _rows()[0].chunk(2)[place]), (whole, _rows()[0])):
+        loss = trained(input_ids=rows, labels=rows).loss
+        (loss + sum(param.square().sum() for param in trained.parameters())).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(trained.parameters(), CLIP)))
+    return norms
+
+
 @on_ranks(4)
 def test_tensor_parallelism_with_experts_trains_what_one_process_trains(context: RankContext, tmp_path: Path) -> None:
     """transformers' plans for both. A checkpoint loads where all ranks shard the model, and back."""
     model, place = _with_experts()
-    norms, found = _train(model, place, 2)
-    wanted_norms, wanted = _train(_made("qwen3 moe"))
-    assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    assert difference(found, wanted) < 1e-5
+    found = _assert_trains_as_one_process(model, "qwen3 moe", place, 2)
     save_checkpoint(tmp_path / "parallel", model)
     whole = StreamShard(_made("qwen3 moe"), precision="fp32")
     load_checkpoint(tmp_path / "parallel", whole)
@@ -159,18 +170,12 @@ def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: Ra
     ep_plan = model._expand_parallel_plan(model.ep_plan)
     apply_expert_parallelism(model, world["data"], alone, ep_plan, "all_to_all")
     _copy_into_parts(model, weights)
-    place, wanted_model = world["data"].get_local_rank(), _made("qwen3 moe")
+    place = world["data"].get_local_rank()
     model = StreamShard(model, mesh=world["data"], precision="fp32")
-    norms, found = _train(model, place, 2)
-    wanted_norms, wanted = _train(wanted_model)
-    assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    assert difference(found, wanted) < 1e-5
-    norms = []
-    for trained, rows in ((model, _rows()[0].chunk(2)[place]), (wanted_model, _rows()[0])):
-        loss = trained(input_ids=rows, labels=rows).loss
-        (loss + sum(param.square().sum() for param in trained.parameters())).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(trained.parameters(), CLIP)))
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    whole = _made("qwen3 moe")
+    whole.load_state_dict(_assert_trains_as_one_process(model, "qwen3 moe", place, 2))
+    found, wanted = _norms_with_penalties(model, whole, place)
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @on_ranks(4)
@@ -178,12 +183,8 @@ def test_penalties_on_experts_beside_tensor_parallelism_have_the_gradients_of_on
     """Gradients are summed, not averaged, over two data-parallel ranks."""
     model, place = _with_experts()
     model.set_gradient_divide_factor(1.0)
-    norms = []
-    for trained, rows in ((model, _rows()[0].chunk(2)[place]), (_made("qwen3 moe"), _rows()[0])):
-        loss = trained(input_ids=rows, labels=rows).loss
-        (loss + sum(param.square().sum() for param in trained.parameters())).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(trained.parameters(), CLIP)))
-    assert norms[0] == pytest.approx(2 * norms[1], rel=1e-5)
+    found, wanted = _norms_with_penalties(model, _made("qwen3 moe"), place)
+    assert found == pytest.approx(2 * wanted, rel=1e-5)
 
 
 def _mixtral_on(dp: int, tp: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -272,7 +273,8 @@ def test_a_parallelism_config_of_other_sizes_is_refused(context: RankContext) ->
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
 
-def _trained(model: Any, path: Path, parallelism: Any = None) -> tuple[list[Any], dict[str, Tensor]]:
+def _assert_trainer_trains_as_one_process(model: Any, path: Path, parallelism: Any = None) -> None:
+    """Train a Llama with Trainer, and compare the norms that it logs, and the weights."""
     rows = torch.cat(_rows())
     given: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -294,7 +296,9 @@ def _trained(model: Any, path: Path, parallelism: Any = None) -> tuple[list[Any]
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(dataset)
     trainer.train()
     logs = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return logs, full_weights(trainer.model)
+    wanted_norms, wanted = _train(_made())
+    assert logs == pytest.approx(wanted_norms, rel=1e-4)
+    assert difference(full_weights(trainer.model), wanted) < 1e-5
 
 
 @on_ranks(4)
@@ -303,10 +307,7 @@ def test_trainer_with_a_parallelism_config_trains_what_one_process_trains(contex
     config = ParallelismConfig(dp_shard_size=1, tp_size=4)
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp of trainer",))
     with launched(context):
-        norms, weights = _trained(_parallel("llama", mesh), tmp_path, config)
-    wanted_norms, wanted = _train(_made())
-    assert norms == pytest.approx(wanted_norms, rel=1e-4)
-    assert difference(weights, wanted) < 1e-5
+        _assert_trainer_trains_as_one_process(_parallel("llama", mesh), tmp_path, config)
 
 
 @on_ranks(4)
@@ -337,11 +338,6 @@ def test_a_model_of_distributed_config_trains_what_one_process_trains(context: R
     with launched(context):
         config = DistributedConfig(tp_size=2)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", distributed_config=config)
-        norms, weights = _train(StreamShard(loaded, precision="fp32"))
+        _assert_trains_as_one_process(StreamShard(loaded, precision="fp32"), "llama")
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama", distributed_config=config)
-        logged, trained = _trained(again, tmp_path / "out")
-    wanted_norms, wanted = _train(_made())
-    assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    assert logged == pytest.approx(wanted_norms, rel=1e-4)
-    assert difference(weights, wanted) < 1e-5
-    assert difference(trained, wanted) < 1e-5
+        _assert_trainer_trains_as_one_process(again, tmp_path / "out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,35 +80,6 @@ def _with_dense(directory: Path) -> Any:
     return _sentences(directory, modules.Dense(16, 8))
 
 
-_CLASSES = [number % 3 for number in range(16)]
-
-
-def _cached(model: Any) -> Any:
-    return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1)
-
-
-def _with_head(model: Any) -> Any:
-    return losses.SoftmaxLoss(model, 16, 3)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("loss", [_cached, _with_head])
-def test_losses_equal_ddp(context: RankContext, loss: Callable[[Any], Any], tmp_path: Path) -> None:
-    """Losses, norms, weights: of several forwards for one backward; of a loss with weights of its own, by Adafactor."""
-    runs, is_cached = [], loss is _cached
-    options = {"per_device_train_batch_size": 4, "optim": "adamw_torch" if is_cached else "adafactor"}
-    with launched(context), _quiet():
-        for each in and_sharded(st.SentenceTransformerTrainer):
-            model = (_with_dense if is_cached else _sentences)(tmp_path)
-            for name, param in model.named_parameters():  # its gradient is rounding of zero, which Adafactor scales up
-                param.requires_grad_(is_cached or "key.bias" not in name)
-            torch.manual_seed(3)
-            runs.append(_train(each, model, tmp_path, _data(None if is_cached else _CLASSES), loss(model), **options))
-    theirs, ours = runs
-    assert isinstance(ours.trainer.model, StreamShard)
-    assert_equal(ours, theirs)
-
-
 def _cross_encoder(directory: Path) -> tuple[Any, Any, Any]:
     from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
@@ -124,24 +95,34 @@ def _sparse_encoder(directory: Path) -> tuple[Any, Any, Any]:
     return model, sparse.SpladeLoss(model, ranking, 3e-3, 5e-3), _data()
 
 
+def _cached(directory: Path) -> tuple[Any, Any, Any]:
+    """Several forwards for one backward."""
+    model = _with_dense(directory)
+    return model, losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=1), _data()
+
+
 def _several_tasks(directory: Path) -> tuple[Any, Any, Any]:
     """Batches of one step are of another task on each rank. So a rank does not use the weights of the other's loss."""
     model = _sentences(directory)
+    for name, param in model.named_parameters():  # its gradient is rounding of zero, which Adafactor scales up
+        param.requires_grad_("key.bias" not in name)
     torch.manual_seed(3)
     classes, scores = losses.SoftmaxLoss(model, 16, 3), losses.CosineSimilarityLoss(model)
-    data = {"classes": _data(_CLASSES), "scores": _data([number / 16 for number in range(16)])}
-    return model, {"classes": classes, "scores": scores}, data
+    labels = {"classes": [number % 3 for number in range(16)], "scores": [number / 16 for number in range(16)]}
+    return model, {"classes": classes, "scores": scores}, {name: _data(each) for name, each in labels.items()}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("build", [_cross_encoder, _sparse_encoder, _several_tasks])
+@pytest.mark.parametrize("build", [_cached, _cross_encoder, _sparse_encoder, _several_tasks])
 def test_what_its_scripts_do_equals_ddp(context: RankContext, build: Any, tmp_path: Path) -> None:
     """Train, save on the way and at the end, load the saved directory."""
     kind = {_cross_encoder: "CrossEncoder", _sparse_encoder: "SparseEncoder"}.get(build, "SentenceTransformer")
     options: dict[str, Any] = {"arguments_class": getattr(st, f"{kind}TrainingArguments"), "save_strategy": "steps"}
     options["save_steps"] = 2
+    if build is _cached:
+        options["per_device_train_batch_size"] = 4
     if build is _several_tasks:
-        options["multi_dataset_batch_sampler"] = "round_robin"
+        options |= {"multi_dataset_batch_sampler": "round_robin", "optim": "adafactor"}
     if build is _cross_encoder:
         options["ddp_find_unused_parameters"] = False  # DistributedDataParallel raises otherwise
     runs, found = [], []
