@@ -1,10 +1,9 @@
-"""``python -m benchmarks``: what it runs and leaves out, and the pages and plots of results."""
+"""``python -m benchmarks``: what it lists, and the pages and plots of results."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,28 +16,6 @@ from benchmarks._report import render
 from tests.launched import ROOT
 
 STEP_TIME = ROOT / "benchmarks" / "results" / "step_time-cpu-8x512-256.json"
-
-
-def _benchmarks(*arguments: str) -> str:
-    """What ``python -m benchmarks`` prints, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100.0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.ranks
-def test_a_benchmark_is_run_and_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = _benchmarks("--quick", "--only", "scale", "--out", str(tmp_path))
-    assert "\nscale                  ended well" in told
-    result = json.loads((tmp_path / "scale.json").read_text())
-    assert (result["benchmark"], result["config"]["rounds"]) == ("scale", 2)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "report", str(tmp_path)])
-    main()
-    page = (tmp_path / "report.md").read_text()
-    assert "| | case mixture on 8 ranks | case mixture on 16 ranks |" in page
-    assert "not complete" not in page
-    assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_list_names_every_script_that_measures(
