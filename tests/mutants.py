@@ -168,7 +168,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("export_safetensors", Drop("finish_running()"), "restore:export_waits"),
         ("upload", Swap("name_files(files, names, partial)", "files"), "object_storage:two_exports"),
         ("refuse_replacing", Drop("if isinstance(root, Url)"), "object_storage:export"),
-        ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "publish:no_name"),
+        ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "kills:no_name"),
     ],
     "checkpoint/local_directory": [
         ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),

@@ -16,7 +16,7 @@ import fsspec
 import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-Act = Callable[[Callable[[], Any]], Any]
+from tests.checkpoint.changes import Act
 
 
 def _objects_in(path: str) -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import gc
 import itertools
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -34,9 +32,10 @@ from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import exporting
+from tests.checkpoint.changes import Act, Killed, fail, kill, sweep
 from tests.checkpoint.crafted import FILE
 from tests.checkpoint.exporting import Plain, filled, sharded
-from tests.checkpoint.objects import Act, Kept, at_operation
+from tests.checkpoint.objects import Kept, at_operation
 from tests.checkpoint.runs import start, weights_of
 from tests.families import llama
 from tests.launched import Launched, run_script
@@ -67,55 +66,37 @@ def kept(tmp_path: Path) -> Url:
 # ------------------------------------------------------------------------------------------------ kills and errors
 
 
-class Killed(BaseException):
-    """The process is no more."""
-
-
-def _kill(call: Callable[[], Any]) -> None:
-    raise Killed
-
-
-def _fail(call: Callable[[], Any]) -> None:
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _fail_late(call: Callable[[], Any]) -> None:
+def _answer_badly(call: Callable[[], Any]) -> None:
     """The operation has taken place, and its answer is lost."""
     call()
     raise RuntimeError("the connection is lost")  # of a class of its own, as many stores have
 
 
 @pytest.mark.parametrize(
-    ("act", "was_killed", "keep"), [(_kill, False, 2), (_kill, True, 1), (_fail, True, None), (_fail_late, False, 1)]
+    ("act", "was_killed", "keep"), [(kill, False, 2), (kill, True, 1), (fail, True, None), (_answer_badly, False, 1)]
 )
 def test_a_kill_or_an_error_at_any_operation_loses_no_save_that_has_returned(
     tmp_path: Path, keep: int | None, was_killed: bool, act: Act
 ) -> None:
     """At each operation in turn. The next save deletes what is left."""
-    for number in itertools.count():
+
+    def prepare(number: int) -> Url:
         where = Url(f"kept://{tmp_path}/{number}")
         for each in (1, 2):
             _save(where, each)
         if was_killed:
-            with pytest.raises(Killed), at_operation(5, _kill, lasting=True):
+            with pytest.raises(Killed), at_operation(5, kill, lasting=True):
                 _save(where, 7)
-        returned = 2
-        try:
-            with at_operation(number, act, lasting=act is _kill) as done:
-                _save(where, 3, keep)
-            returned = 3
-        except (Killed, CheckpointError) as error:
-            assert isinstance(error, Killed) or "kept://" in str(error)
-        if len(done) <= number:
-            break
-        found = _loaded(where)
-        assert returned <= found <= 3
+        return where
+
+    for number, where, error in sweep(at_operation, act, prepare, lambda where: _save(where, 3, keep)):
+        assert error is None or isinstance(error, Killed) or "kept://" in str(error)
+        assert (3 if error is None else 2) <= _loaded(where) <= 3
         assert not any(entry.wrong for entry in survey(where))
         _save(where, 4, keep=1)
-        names = [path.name for path in (tmp_path / str(number)).iterdir()]
-        assert len(names) == 1 and names[0].startswith("checkpoint-4."), f"{done[number]}: {names}"
-        assert _loaded(where) == 4
-    assert number >= 20
+        (name,) = (path.name for path in (tmp_path / str(number)).iterdir())
+        assert name.startswith("checkpoint-4.") and _loaded(where) == 4
+    assert number >= 19
 
 
 def test_a_run_that_is_killed_while_another_saves_deletes_no_save_that_has_returned(tmp_path: Path) -> None:
@@ -129,7 +110,7 @@ def test_a_run_that_is_killed_while_another_saves_deletes_no_save_that_has_retur
             second: list[str] = []
 
             def intrude(at: int, where: Url, paths: list[str], call: Callable[[], Any]) -> Any:
-                with at_operation(at, _kill, lasting=True), contextlib.suppress(Killed):
+                with at_operation(at, kill, lasting=True), contextlib.suppress(Killed):
                     paths.append(str(_save(where, 3)))
                 return call()
 
@@ -224,7 +205,7 @@ def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkey
     monkeypatch.setattr(object_store, "_PART_BYTES", 1000)
     monkeypatch.setattr(object_store, "CHUNK_BYTES", 1000)
     store = storage_of(kept)
-    with at_operation(-1, _kill) as done, store.writing("file", 9000) as write:
+    with at_operation(-1, kill) as done, store.writing("file", 9000) as write:
         for number in range(9):
             write(b"%d" % number * 1000, number * 1000)
     assert sum(each.startswith("upload") for each in done) >= 9
@@ -391,30 +372,21 @@ def test_two_exports_into_one_directory_do_not_mix(
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("act", [_kill, _fail_late])
+@pytest.mark.parametrize("act", [kill, _answer_badly])
 def test_a_kill_or_an_error_anywhere_leaves_no_export_or_all_of_it(
     context: RankContext, act: Act, tmp_path: Path
 ) -> None:
     """If there is none, the next one succeeds, and sweeps up."""
     model, outcomes = sharded(filled(Plain)), set()
-    for number in itertools.count():
-        where, local = f"kept://{tmp_path}/{number}", tmp_path / str(number)
-        has_ended = False
-        try:
-            with at_operation(number, act, lasting=act is _kill) as done:
-                export_safetensors(model, where, max_shard_size=180)
-            has_ended = True
-        except (Killed, CheckpointError):
-            pass
-        if len(done) <= number:
-            break
-        found = exporting.stored_bytes(local)
+    export = functools.partial(export_safetensors, model, max_shard_size=180)
+    for number, where, error in sweep(at_operation, act, lambda number: f"kept://{tmp_path}/{number}", export):
+        found = exporting.stored_bytes(tmp_path / str(number))
         outcomes.add(found is not None)
-        assert found is not None or not has_ended
+        assert found is not None or error is not None
         if found is None:
-            export_safetensors(model, where, max_shard_size=180)
-            found = exporting.stored_bytes(local)
-            assert not any(path.is_dir() for path in local.iterdir())
+            export(where)
+            found = exporting.stored_bytes(tmp_path / str(number))
+            assert not any(path.is_dir() for path in (tmp_path / str(number)).iterdir())
         assert found == {name: exporting._bytes(tensor) for name, tensor in _stored(where).items()}
     assert outcomes == {True, False}
 
