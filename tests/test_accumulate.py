@@ -8,7 +8,8 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -148,9 +149,7 @@ def _attributed(model: Any, x: Tensor) -> Tensor:
 _twice = _of(lambda model, x: _run([*model.layers, *model.layers], x))
 _noisy = _of(lambda model, x: _run(model.layers, x, lambda layer, x: F.dropout(layer(x), 0.2)))
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "plain": (Stack, {}),
     "skips": (_of(_skips), {}),
-    "skips in fp32": (_of(_skips), {"precision": FP32}),
     "twice": (_twice, {}),
     "scaled": (_of(lambda m, x: _run(m.layers, x, lambda layer, x: layer(x) * m.scale), _Parts), {}),
     "scaled before and behind": (_of(_around, _Parts), {}),
@@ -168,12 +167,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "a tower without gradients": (_of(_tower), {}),
     "a checkpoint around two layers": (_of(_pairs), {}),
     "a batch norm": (_Normed, {}),
-    "dropout": (_noisy, {}),
     "several layers in a unit": (Stack, {"min_unit_size": 2000}),
     "resident layers": (Stack, {"resident": ["layers.1", "layers.2"]}),
     "a resident last layer": (_of(_skips), {"resident": ["layers.3"]}),
     "a resident layer that runs twice": (_twice, {"resident": ["layers.1"]}),
-    "all weight slots": (Stack, {"weight_slots": "all"}),
     "a narrow wire": (Stack, {"precision": Precision(param_dtype=torch.float32, wire_dtype=torch.bfloat16)}),
 }
 
@@ -181,7 +178,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 ROUNDED = ("residuals outside of layers",)
 # What these do between layers is one rank's own affair: the same layers run, in the same order.
 ALONE = (
-    *("skips in fp32", "scaled", "residuals outside of layers", "attributes", "dropout"),
+    *("scaled", "residuals outside of layers", "attributes"),
     *("a tower without gradients", "a checkpoint around two layers", "a layer without gradients first"),
 )
 
@@ -528,46 +525,90 @@ def _reentrant(model: Any, x: Tensor) -> Tensor:
     return _run(model.layers[1:], x, lambda layer, x: checkpoint(layer, x, use_reentrant=True))  # type: ignore[no-any-return]
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a global list": (_of(_keeping), "depends on the forward of another one.*return them from the layers"),
-    "a list of the forward": (_Recording, "of which one was computed from the other.*Return such tensors from layers"),
-    "a hook": (_of(_hooked), "register_hook or retain_grad of a tensor between layers"),
-    "a weight in a variable": (
-        _of(_held, _Parts),
-        "of which one was computed from the other.*a weight that code keeps in a variable",
+def _twice_in_a_loss(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+    return _loss(model, micro_batch) + _loss(model, (7, 7))
+
+
+class _Refused(NamedTuple):
+    make: Callable[[], nn.Module]
+    said: str
+    loss_of: Callable[..., Tensor] = _loss
+
+
+REFUSED = {
+    "a global list": _Refused(_of(_keeping), "depends on the forward of another one.*return them from the layers"),
+    "a list of the forward": _Refused(
+        _Recording, "of which one was computed from the other.*Return such tensors from layers"
     ),
-    "inputs changed in place": (_Changing, "'layers.0' changes its input in place"),
+    "a hook": _Refused(_of(_hooked), "register_hook or retain_grad of a tensor between layers"),
+    "a weight in a variable": _Refused(
+        _of(_held, _Parts), "of which one was computed from the other.*a weight that code keeps in a variable"
+    ),
+    "inputs changed in place": _Refused(_Changing, "'layers.0' changes its input in place"),
     # Before a forward pauses in one: greenlets that end inside torch's C++ code corrupt memory.
-    "reentrant checkpoints": (
-        _of(_reentrant),
-        "'layers.1' is called inside a reentrant checkpoint.*use_reentrant=False",
+    "reentrant checkpoints": _Refused(
+        _of(_reentrant), "'layers.1' is called inside a reentrant checkpoint.*use_reentrant=False"
+    ),
+    "a gradient through several layers": _Refused(
+        _of(_differentiating), "autograd.grad or backward.. inside loss_of goes through several layers"
+    ),
+    "two calls": _Refused(
+        Stack, "calls 'layers.0' behind the layer that was the last one.*loop over", _twice_in_a_loss
     ),
 }
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", REFUSED)
+@on_ranks()
+@pytest.mark.parametrize(
+    (
+        "world_size",
+        "name",
+    ),  # with two slots a forward's own gradient meets layers whose weights have left, in a loop too
+    [(size, name) for size in (1, 2) for name in REFUSED if size == 1 or name != "a gradient through several layers"],
+)
 def test_models_that_accumulation_cannot_run_are_refused(context: RankContext, name: str) -> None:
     """The loop, which the message names, trains."""
-    make, said = REFUSED[name]
+    make, said, loss_of = REFUSED[name]
     model = _model_after(make=make)
     with pytest.raises(ShardingError, match=said):
-        _accumulate(model, [(1, 0), (1, 1)])
-    _loop(model, [(1, 0), (1, 1)])
+        model.accumulate([(1, 0), (1, 1)], loss_of)
+    _loop(model, [(1, 0), (1, 1)], loss_of)
     assert all(param.grad is not None for name, param in model.named_parameters() if "layers" in name)
 
 
-@on_ranks(1)
-def test_a_gradient_through_several_layers_inside_the_forward_is_refused(context: RankContext) -> None:
-    model = _model_after(make=_of(_differentiating), weight_slots="all")
-    with pytest.raises(ShardingError, match="autograd.grad or backward.. inside loss_of goes through several layers"):
+@on_ranks(2)
+def test_a_process_in_which_accumulation_cannot_run_is_refused(context: RankContext) -> None:
+    """Without greenlet, inside Join, with hooks of parameters or DTensors. The loop, which messages name, trains."""
+    model = _model_after()
+    for around, said in (
+        (lambda: mock.patch.dict(sys.modules, {"greenlet": None}), "pip install .*accumulate.*, or loop"),
+        (lambda: Join([model], repeat=model.zero_grad), "runs inside Join.*loop with loss.backward"),
+        (
+            lambda: next(model.parameters()).register_post_accumulate_grad_hook(lambda param: None),
+            "has a hook of register_post_accumulate_grad_hook.*loop with loss.backward",
+        ),
+    ):
+        with around():
+            with pytest.raises(ConfigError, match=said):
+                _accumulate(model, [(1, 0), (1, 1)])
+            _loop(model, [(1, 0), (1, 1)])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    cut = Stack()
+    parallelize_module(cut, mesh["tp"], {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
+    model = StreamShard(cut, mesh=mesh["dp"])
+    with pytest.raises(ConfigError, match="has DTensors.*loop with loss.backward"):
         _accumulate(model, [(1, 0), (1, 1)])
+    _loop(model, [(1, 0), (1, 1)])
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @on_ranks(1)
-def test_micro_batches_with_graphs_are_refused(context: RankContext) -> None:
-    """The function that the message names computes them."""
+def test_losses_and_micro_batches_that_accumulation_cannot_run_are_refused(context: RankContext) -> None:
+    """The function that a message names computes what it refuses as micro-batches."""
     model, scale = _model_after(), torch.ones((), requires_grad=True)
+    for loss, said in ((torch.zeros(2), r"returned \(2,\): wanted a loss"), (3.0, "returned float")):
+        with pytest.raises(ConfigError, match=said):
+            model.accumulate([0, 1], lambda model, number, loss=loss: loss)
     with pytest.raises(ShardingError, match="computed with gradients before the call: compute it in loss_of"):
         model.accumulate([scale * vector_batch(1, number) for number in range(2)], lambda model, x: model(x).sum())
     model.accumulate(range(2), lambda model, number: model(scale * vector_batch(1, number)).sum())
@@ -580,26 +621,6 @@ def test_different_numbers_of_micro_batches_are_refused(context: RankContext) ->
     with pytest.raises(RankMismatchError, match="got 3 micro-batches on one rank and 2 on another"):
         _accumulate(model, [(1, number) for number in range(2 + context.rank)])
     model.zero_grad()
-    _assert_next_step_is_that_of_a_loop(context, model)
-
-
-@on_ranks(1)
-@pytest.mark.parametrize(
-    ("loss", "said"), [(torch.zeros(2), r"returned \(2,\): wanted a loss"), (3.0, "returned float")]
-)
-def test_a_loss_that_is_none_is_named(context: RankContext, loss: Any, said: str) -> None:
-    model = _model_after()
-    with pytest.raises(ConfigError, match=said):
-        model.accumulate([0, 1], lambda model, number: loss)
-
-
-@on_ranks(1)
-def test_without_greenlet_the_package_and_the_loop_are_named(context: RankContext) -> None:
-    model = _model_after()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "greenlet", None)
-        with pytest.raises(ConfigError, match="pip install .*accumulate.*, or loop"):
-            _accumulate(model, [(1, 0), (1, 1)])
     _assert_next_step_is_that_of_a_loop(context, model)
 
 
@@ -623,42 +644,6 @@ def test_compiled_layers_and_models_accumulate(context: RankContext, what: str) 
             run_step(model, [(step, context.rank), (step, 2 + context.rank)])
         found.append(full_grads(model))
     assert_same(found[1], found[0], "gradients", EXACT if context.world_size == 1 else NEAR)
-
-
-@on_ranks(2)
-def test_join_hooks_and_dtensors_are_refused(context: RankContext) -> None:
-    """The loop, which the messages name, trains."""
-    model = _model_after()
-    with Join([model], repeat=model.zero_grad):
-        with pytest.raises(ConfigError, match="runs inside Join.*loop with loss.backward"):
-            _accumulate(model, [(1, 0), (1, 1)])
-        _loop(model, [(1, 0), (1, 1)])
-    hook = next(model.parameters()).register_post_accumulate_grad_hook(lambda param: None)
-    with pytest.raises(ConfigError, match="has a hook of register_post_accumulate_grad_hook.*loop with loss.backward"):
-        _accumulate(model, [(1, 0), (1, 1)])
-    _loop(model, [(1, 0), (1, 1)])
-    hook.remove()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    cut = Stack()
-    parallelize_module(cut, mesh["tp"], {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
-    model = StreamShard(cut, mesh=mesh["dp"])
-    with pytest.raises(ConfigError, match="has DTensors.*loop with loss.backward"):
-        _accumulate(model, [(1, 0), (1, 1)])
-    _loop(model, [(1, 0), (1, 1)])
-    assert all(param.grad is not None for param in model.parameters())
-
-
-@on_ranks(1, 2)
-def test_two_calls_of_the_model_in_one_loss_are_refused(context: RankContext) -> None:
-    model = _model_after()
-
-    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
-        return _loss(model, micro_batch) + _loss(model, (7, 7))
-
-    with pytest.raises(ShardingError, match="calls 'layers.0' behind the layer that was the last one.*loop over"):
-        model.accumulate([(1, 0), (1, 1)], loss_of)
-    _loop(model, [(1, 0), (1, 1)], loss_of)
-    assert all(param.grad is not None for param in model.parameters())
 
 
 @on_ranks(1)
@@ -696,6 +681,17 @@ def test_sums_take_the_bytes_that_the_guide_says(context: RankContext) -> None:
 # -- devices ----------------------------------------------------------------------------------------------------------
 
 
+def _accumulated(context: RankContext, model: Any, optimizer: torch.optim.Optimizer) -> list[list[float]]:
+    """Losses of four steps on a simulated device."""
+    losses = []
+    for step in range(4):
+        mine = [(step, context.world_size * number + context.rank) for number in range(4)]
+        losses.append([loss.item() for loss in model.accumulate(mine, _loss)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": "all"}, {"offload": "state"}], ids=str)
 def test_late_collectives_and_copies_change_nothing(context: RankContext, settings: dict[str, Any]) -> None:
@@ -704,13 +700,9 @@ def test_late_collectives_and_copies_change_nothing(context: RankContext, settin
     torch.manual_seed(0)
     with simulated_device():
         model: Any = StreamShard(Stack(), **settings)
-        optimizer, found = sgd(model), []
+        optimizer = sgd(model)
         with late(model):
-            for step in range(4):
-                mine = [(step, context.world_size * number + context.rank) for number in range(4)]
-                found.append([loss.item() for loss in model.accumulate(mine, _loss)])
-                optimizer.step()
-                optimizer.zero_grad()
+            found = _accumulated(context, model, optimizer)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
@@ -721,10 +713,7 @@ def test_events_order_everything(context: RankContext, settings: dict[str, Any])
         model: Any = StreamShard(Stack(), keep_main_grads=not settings, **settings)
         optimizer = sgd(model)
         with checker.of(model):
-            for step in range(4):
-                model.accumulate([(step, 2 * number + context.rank) for number in range(3)], _loss)
-                optimizer.step()
-                optimizer.zero_grad()
+            _accumulated(context, model, optimizer)
 
 
 @pytest.mark.gpu
