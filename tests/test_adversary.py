@@ -33,25 +33,17 @@ def test_a_missing_wait_for_a_slot_shows_as_nan(context: RankContext, rule: Rule
 
 
 @on_ranks(2)
-def test_it_keeps_a_device_busy_before_each_collective(context: RankContext) -> None:
-    """On the collective's stream: no host waits there, so only a slow device makes a collective late."""
-    with simulated_device() as device:
-        model = sharded("plain", FP32)
-        comm, slept = engine_inside(model).streams.device_stream(StreamName.COMM), []
-        device._sleep = lambda cycles: slept.append(device.current_stream(CPU))  # type: ignore[attr-defined]
-        with make_adversarial(model), counted_collectives(model) as counts:
-            train(model, "plain", context, steps=1)
-    assert len(slept) == counts["all_gather"] + counts["reduce_scatter"]
-    assert set(slept) == {comm}
-
-
-@on_ranks(1)
-def test_it_keeps_a_device_busy_before_each_copy(context: RankContext) -> None:
-    """Copies between host memory and the device, and steps between them, are late too."""
-    with simulated_device() as device:
-        model = sharded("plain", FP32, offload="state")
-        streams, slept = engine_inside(model).streams, []
-        device._sleep = lambda cycles: slept.append(device.current_stream(CPU))  # type: ignore[attr-defined]
-        with make_adversarial(model):
-            train(model, "plain", context, steps=2)
-    assert {streams.device_stream(name) for name in (StreamName.FETCH, StreamName.STORE)} <= set(slept)
+def test_it_keeps_a_device_busy_before_each_collective_and_copy(context: RankContext) -> None:
+    """On their streams: no host waits there, so only a slow device makes them late."""
+    settings: dict[str, Any]
+    for settings, names in (({}, ()), ({"offload": "state"}, (StreamName.FETCH, StreamName.STORE))):
+        with simulated_device() as device:
+            model = sharded("plain", FP32, **settings)
+            streams, slept = engine_inside(model).streams, list[Any]()
+            device._sleep = lambda cycles, slept=slept: slept.append(device.current_stream(CPU))  # type: ignore[attr-defined]
+            with make_adversarial(model), counted_collectives(model) as counts:
+                train(model, "plain", context, steps=2)
+        comm, *of_copies = map(streams.device_stream, (StreamName.COMM, *names))
+        assert {*of_copies} <= {*slept}
+        if not names:
+            assert slept == [comm] * (counts["all_gather"] + counts["reduce_scatter"])

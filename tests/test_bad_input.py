@@ -35,11 +35,11 @@ def _state_of(model: nn.Module) -> list[object]:
     ]
 
 
-def assert_refused(model: nn.Module, error: type[StreamShardError], match: str, *args: Any, **settings: Any) -> None:
+def assert_refused(model: nn.Module, error: type[StreamShardError], match: str, **settings: Any) -> None:
     """`StreamShard(model, ...)` raises such an error on this rank and changes nothing."""
     before = _state_of(model)
     with pytest.raises(error, match=match):
-        StreamShard(model, *args, **settings)
+        StreamShard(model, **settings)
     assert _state_of(model) == before
 
 
@@ -116,36 +116,18 @@ def test_parameters_of_other_dtypes_are_refused_by_name(context: RankContext) ->
             assert_trains(context, model)
 
 
-# ---------------------------------------------------------------------------------------------- the units
-
-BAD_UNITS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a block and a part of it": (lambda m: ["blocks.1", "blocks.1.attention"], r"blocks\.1.*overlap"),
-    "a name that is not there": (lambda m: ["blocks.9"], r"'blocks\.9'.*neither a module inside the model"),
-    "a class that is not there": (lambda m: [nn.Conv2d], r"Conv2d"),
-    "a module of another model": (lambda m: [nn.Linear(4, 4)], r"Linear.*neither a module inside the model"),
-    "the model itself": (lambda m: [m], r"whole model"),
-    "a unit without parameters": (lambda m: ["blocks.0.dropout"], r"blocks\.0\.dropout.*no parameters"),
-    "a list of layers": (lambda m: "blocks", r"'blocks' is a ModuleList, which has no forward.*units=list\(model"),
-    "a predicate": (
-        lambda m: lambda module: isinstance(module, Block),
-        r"neither a module inside the model nor the class",
-    ),
-}
-
-
-@on_ranks(2)
-def test_bad_units_are_refused_by_name(context: RankContext) -> None:
-    """Overlaps, strangers, empty ones; afterwards the same model can be sharded."""
-    for what in BAD_UNITS:
-        with case(what):
-            units_of, match = BAD_UNITS[what]
-            model = TinyLM()
-            assert_refused(model, UnitError, f"(?s){match}", units_of(model))
-            assert_trains(context, model)
-
-
 # ---------------------------------------------------------------------------------------------- the settings
 
+# Of a `TinyLM`.
+BAD_UNITS: dict[str, tuple[Any, str]] = {
+    "a block and a part of it": (["blocks.1", "blocks.1.attention"], r"blocks\.1.*overlap"),
+    "a name that is not there": (["blocks.9"], r"'blocks\.9'.*neither a module inside the model"),
+    "a class that is not there": ([nn.Conv2d], r"Conv2d"),
+    "a module of another model": ([nn.Linear(4, 4)], r"Linear.*neither a module inside the model"),
+    "a unit without parameters": (["blocks.0.dropout"], r"blocks\.0\.dropout.*no parameters"),
+    "a list of layers": ("blocks", r"'blocks' is a ModuleList, which has no forward.*units=list\(model"),
+    "a predicate": (lambda module: isinstance(module, Block), "neither a module inside the model nor the class"),
+}
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "one weight slot": ({"weight_slots": 1}, "weight_slots=1"),
     "some weight slots": ({"weight_slots": "some"}, "weight_slots='some'"),
@@ -169,14 +151,17 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @on_ranks(2)
-def test_bad_settings_are_refused_by_name(context: RankContext) -> None:
-    """The argument and its value are in the message."""
-    for what in BAD_SETTINGS:
+def test_bad_units_and_settings_are_refused_by_name(context: RankContext) -> None:
+    """The argument and its value are in the message; afterwards the same model can be sharded."""
+    model = TinyLM()
+    assert_refused(model, UnitError, "whole model", units=[model])
+    for what, (units, match) in BAD_UNITS.items():
         with case(what):
-            settings, match = BAD_SETTINGS[what]
-            model = TinyLM()
+            assert_refused(model, UnitError, f"(?s){match}", units=units)
+    for what, (settings, match) in BAD_SETTINGS.items():
+        with case(what):
             assert_refused(model, ConfigError, match, **settings)
-            assert_trains(context, model)
+    assert_trains(context, model)
 
 
 @on_ranks(2)

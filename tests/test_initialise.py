@@ -15,7 +15,7 @@ from streamshard import StreamShard, init_weights, load_safetensors
 from streamshard.core.module_state import engine_of
 from streamshard.errors import ShardingError
 from tests.families import gpt2, llama, mixtral, t5
-from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
+from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, full_weights, lm_step
 from tests.test_meta_device import on_meta
@@ -108,6 +108,8 @@ def test_an_init_function_may_write_to_weights_of_any_module(context: RankContex
             _tiny_lm(module)
             if module is model.head:
                 model.blocks[0].up.weight.fill_(0.125)
+            elif module is model.blocks[0].down:  # reads what it has written
+                module.bias.copy_(module.weight.norm(dim=1))
 
         init_weights(model, init, seed=9)
         assert torch.equal(torch.randn(3), other)  # the generator is where it was
@@ -116,8 +118,10 @@ def test_an_init_function_may_write_to_weights_of_any_module(context: RankContex
             reference.apply(_tiny_lm)
         found = full_weights(model)
         assert bool((found["blocks.0.up.weight"] == 0.125).all())
+        torch.testing.assert_close(found["blocks.0.down.bias"], 2 * found["blocks.0.down.weight"].norm(dim=1))
         with torch.no_grad():
             reference.blocks[0].up.weight.fill_(0.125)
+            reference.blocks[0].down.bias.copy_(found["blocks.0.down.bias"])
         assert_alike(found, reference.state_dict())
         assert not found["embedding.weight"][3].any()
         assert 0.008 < found["blocks.1.down.weight"].std() < 0.012
@@ -127,44 +131,29 @@ def test_an_init_function_may_write_to_weights_of_any_module(context: RankContex
         lm_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
-class Block(nn.Module):
+class Block(Layer):
     """A layer with an initialisation of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
-        self.gain = nn.Parameter(torch.ones(DIM))
 
     def init_weights(self, std: float) -> None:
         nn.init.trunc_normal_(self.linear.weight, std=std)
         nn.init.zeros_(self.linear.bias)
-        nn.init.ones_(self.gain)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.gain
 
 
-class Titan(nn.Module):
+class Titan(Stack):
     """As torchtitan's models: ``model.init_weights()`` goes into the layers and their parts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(48, DIM)
-        self.layers = nn.ModuleDict({str(number): Block() for number in range(4)})
+        self.layers = nn.ModuleList(Block() for _ in range(4))
         self.register_buffer("table", torch.arange(DIM).float(), persistent=False)
 
     def init_weights(self, device: torch.device | None = None) -> None:
         with torch.device(device or self.table.device):
             self.table = torch.arange(DIM).float()
-        nn.init.normal_(self.embedding.weight)
-        for number, layer in enumerate(self.layers.values(), 1):
+        nn.init.normal_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        for number, layer in enumerate(self.layers, 1):
             layer.init_weights(0.1 / number)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) * self.table
-        for layer in self.layers.values():
-            x = layer(x)
-        return x
 
 
 @on_ranks(3)
@@ -224,34 +213,6 @@ def test_init_weights_keeps_tensors_that_have_values(context: RankContext) -> No
 
 
 @on_ranks(2)
-def test_an_initialisation_that_reads_another_units_weight_is_refused(context: RankContext) -> None:
-    """The other unit's weight is on the meta device. Reading weights of the same unit works after they are written."""
-
-    class Chain(nn.Sequential):
-        def __init__(self) -> None:
-            super().__init__(*(nn.Linear(DIM, DIM) for _ in range(4)))
-
-    model: Any = StreamShard(on_meta(Chain), precision=FP32)
-
-    def init(module: nn.Module) -> None:
-        _reset(module)
-        if isinstance(module, nn.Linear):
-            module.bias.copy_(module.weight.norm(dim=1))
-        elif reads:
-            module[3].weight.copy_(module[0].weight)
-
-    reads = True
-    with pytest.raises(ShardingError, match="initialisation reads a weight that has no values now"):
-        init_weights(model, init)
-    with pytest.raises(ShardingError, match="'0.weight', and 7 more, is empty"):
-        model(vector_batch(0, 0))
-    reads = False
-    init_weights(model, init)
-    found = full_weights(model)
-    torch.testing.assert_close(found["3.bias"], found["3.weight"].norm(dim=1))
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("make", [llama, t5, mixtral])
 def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callable[[], Any], tmp_path: Path) -> None:
     """What a model that was loaded without being sharded computes; it trains on the same."""
@@ -288,6 +249,10 @@ IMPOSSIBLE: dict[str, tuple[Callable[[Any], object], str]] = {
     "another shape": (
         lambda model: setattr(model.head.weight, "data", torch.ones(3, device=model.head.weight.device)),
         "leaves parameter 'head.weight' without a value of its shape",
+    ),
+    "another unit's weight": (
+        lambda model: model.head.weight.copy_(model.layers[0].linear.weight[:1]),
+        "initialisation reads a weight that has no values now",
     ),
     "its own error": (lambda model: 1 / 0, "division by zero"),
 }

@@ -33,6 +33,7 @@ from tests.reference import (
     sgd,
     sharded_model,
     stack_step,
+    train_stack,
 )
 from tests.scenarios import RoutedStack
 
@@ -70,23 +71,21 @@ def _skip_large(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _train(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Any,
     step: Step,
     context: RankContext,
     length: int,
     after: After = _step_only,
-    schedule: Any = None,
+    repeat: After | None = None,
     **options: Any,
 ) -> None:
-    def finish() -> None:
-        after(model, optimizer)
-        if schedule is not None:
-            schedule.step()
-
-    with Join([model], repeat=finish, **options):  # type: ignore[list-item]  # a Joinable but for its metaclass
+    """Take `length` steps of this rank, each followed by `after`; ranks without inputs do `repeat`, or the same."""
+    repeated = repeat or after
+    # A Joinable but for its metaclass.
+    with Join([model], repeat=lambda: repeated(model, optimizer), **options):  # type: ignore[list-item]
         for number in range(length):
             step(model, Call(number, context.rank, context.world_size, 1.0))
-            finish()
+            after(model, optimizer)
             optimizer.zero_grad()
 
 
@@ -203,24 +202,21 @@ def test_a_loss_scaler_skips_the_same_steps_on_ranks_without_inputs(context: Ran
     """The second of four steps overflows on rank 0, when rank 1 has run out; the scale is the same on both."""
     wanted, found = Stack(), sharded_model(Stack)
     wanted.load_state_dict(full_weights(found))
-    plain_optimizer, optimizer = sgd(wanted), sgd(found)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    plain_optimizer, scaler = sgd(wanted), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
 
-    def finish() -> None:
+    def scaled(model: nn.Module, call: Call) -> Tensor:
+        scale = float(scaler.scale(torch.ones(())))
+        return stack_step(model, call._replace(weight=torch.inf if call.step == 1 else scale))
+
+    def finish(model: nn.Module, optimizer: Optimizer) -> None:
         scaler.step(optimizer)
         scaler.update()
 
-    with Join([found], repeat=finish):  # type: ignore[list-item]  # a Joinable but for its metaclass
-        for number in range((4, 1)[context.rank]):
-            scale = float(scaler.scale(torch.ones(())))
-            stack_step(found, Call(number, context.rank, 2, torch.inf if number == 1 else scale))
-            finish()
-            optimizer.zero_grad()
-    for number in range(4):
+    _train(found, sgd(found), scaled, context, (4, 1)[context.rank], finish)
+    for number in (0, 2, 3):
         for rank in range(2 if number == 0 else 1):
-            stack_step(wanted, Call(number, rank, 2, 0.5 if number != 1 else 0.0))
-        if number != 1:
-            plain_optimizer.step()
+            stack_step(wanted, Call(number, rank, 2, 0.5))
+        plain_optimizer.step()
         plain_optimizer.zero_grad()
     assert_same(full_weights(found), dict(wanted.state_dict()), "weights", NEAR)
     assert scaler.get_scale() == 8.0 / 2 * 2
@@ -229,20 +225,17 @@ def test_a_loss_scaler_skips_the_same_steps_on_ranks_without_inputs(context: Ran
 @on_ranks(2)
 def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None:
     """A forward without gradients between steps, while another rank has run out."""
-    length = (4, 2)[context.rank]
+
+    def evaluating(model: nn.Module, call: Call) -> Tensor:
+        if call.step:
+            with torch.no_grad():
+                assert model(torch.ones(2, 16)).isfinite().all()
+        return stack_step(model, call)
+
     results = []
-    for evaluates in (False, True):
+    for step in (stack_step, evaluating):
         model = sharded_model(Stack)
-        optimizer = sgd(model)
-        with Join([model], repeat=optimizer.step):
-            for number in range(length):
-                stack_step(model, Call(number, context.rank, 2, 1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-                if evaluates:
-                    with torch.no_grad():
-                        stack = model(torch.ones(2, 16))
-                    assert stack.isfinite().all()
+        _train(model, sgd(model), step, context, (4, 2)[context.rank])
         results.append(full_weights(model))
     assert_same(results[1], results[0], "weights", EXACT)
 
@@ -258,12 +251,7 @@ def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all:
         raise ZeroDivisionError
     _assert_even(found)
     for model in (wanted, found):
-        optimizer = sgd(model)
-        for number in range(2):
-            stack_step(model, Call(number, context.rank, 2, 1.0))
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad()
+        train_stack(model, sgd(model), context, steps=2)
     assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
 
 
@@ -292,12 +280,9 @@ def test_ranks_compare_what_they_repeat(
 ) -> None:
     """Ranks compare steps when the next pass is announced, and after the last pass at the end."""
     model = sharded_model(Stack)
-    optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    with pytest.raises(ShardingError, match=story), Join([model], repeat=lambda: repeat(model, optimizer)):
-        for number in range((2 + more, 1, 2)[context.rank]):
-            stack_step(model, Call(number, context.rank, context.world_size, 1.0))
-            loop(model, optimizer)
-            optimizer.zero_grad()
+    optimizer, length = torch.optim.SGD(model.parameters(), 0.02), (2 + more, 1, 2)[context.rank]
+    with pytest.raises(ShardingError, match=story):
+        _train(model, optimizer, stack_step, context, length, loop, repeat)
     _assert_even(model)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     with (

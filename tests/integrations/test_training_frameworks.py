@@ -55,6 +55,19 @@ def _whole(model: Any) -> dict[str, torch.Tensor]:
     return dict(StreamShard.full_state_dict(model, rank0_only=False))
 
 
+def _assert_trains_as_ddp(sharded: Any, tmp_path: Path, **options: Any) -> Any:
+    """Train with a class of ours and with `Trainer`, compare, and return our trainer's model, which keeps its slots."""
+    from transformers import Trainer
+
+    theirs, ours = (
+        train(each, make_model("llama"), tmp_path / name, make_rows("llama"), **options)
+        for each, name in ((Trainer, "theirs"), (sharded, "ours"))
+    )
+    assert_equal(ours, theirs)
+    assert engine_of(ours.trainer.model).plan.keeps_weights
+    return ours.trainer.model
+
+
 @on_ranks(2)
 def test_axolotls_plugin_trains_as_ddp_and_saves_when_rank_0_alone_saves(context: RankContext, tmp_path: Path) -> None:
     pytest.importorskip("pydantic", reason="needs pydantic")
@@ -74,11 +87,7 @@ def test_axolotls_plugin_trains_as_ddp_and_saves_when_rank_0_alone_saves(context
         with pytest.raises(ConfigError, match="rl: dpo does not go with StreamShardPlugin"):
             plugin.get_trainer_cls(_Config(rl="dpo"))
     with launched(context):
-        theirs = train(Trainer, make_model("llama"), tmp_path / "theirs", make_rows("llama"))
-        run = train(sharded, make_model("llama"), tmp_path / "ours", make_rows("llama"))
-        assert_equal(run, theirs)
-        model = run.trainer.model
-        assert engine_of(model).plan.keeps_weights
+        model = _assert_trains_as_ddp(sharded, tmp_path)
         plugin.post_train(config, model)
         if context.rank == 0:  # as axolotl does
             model.save_pretrained(config.output_dir)
@@ -104,12 +113,8 @@ def test_ms_swifts_trainers_train_as_ddp_and_keep_its_arguments(context: RankCon
     assert sharded.__name__ == "Trainer"  # which ms-swift compares
     (tmp_path / "ours").mkdir(exist_ok=True)
     (tmp_path / "ours" / "args.json").write_text("{}")
-    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     with launched(context):
-        theirs = train(Trainer, make_model("llama"), tmp_path / "theirs", make_rows("llama"), **saving)
-        run = train(sharded, make_model("llama"), tmp_path / "ours", make_rows("llama"), **saving)
-    assert_equal(run, theirs)
-    assert engine_of(run.trainer.model).plan.keeps_weights
+        _assert_trains_as_ddp(sharded, tmp_path, save_strategy="steps", save_steps=2)
     files = {each: {file.name for file in (tmp_path / each / "checkpoint-2").iterdir()} for each in ("ours", "theirs")}
     assert files["ours"] == {*files["theirs"], "args.json"}
 
