@@ -277,7 +277,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
         ("Fence.wait", Swap("device_stream(target)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
-        ("RankWait.__exit__", Drop("self._log.waits.pop()"), "rank_group"),
+        ("RankWait.__exit__", Drop("self._log.waits.pop()"), "groups:leaves_no_wait"),
         ("Streams.__init__", Swap("Stream(device, ", "Stream("), _STREAMS),
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
         ("Streams.__init__", Swap("StreamName.REPLICA, ", ""), _STREAMS),

@@ -1,16 +1,18 @@
-"""The rank processes the other tests run on: they report what happens, and recover from it."""
+"""What other tests run on: rank processes report what happens and recover from it, and mutants follow the code."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.mutants import MUTANTS, ROOT
 from tests.ranks import PRELOADED, PRELOADED_LAST, PRELOADED_TOO, RankContext, RankFailure, RankPool
+from tests.reference import case
 
 
 def _sum_of_ranks(context: RankContext, offset: int) -> int:
@@ -50,4 +52,18 @@ for name in sys.argv[1:]:
 def test_the_process_that_ranks_are_forked_from_does_not_start_cuda() -> None:
     """Looking for a GPU would start CUDA, which does not survive a fork, so no rank could use it."""
     preloaded = [*PRELOADED, *PRELOADED_TOO.values(), *PRELOADED_LAST]
-    subprocess.run([sys.executable, "-c", _REFUSING, *preloaded], cwd=Path(__file__).parent.parent, check=True)
+    subprocess.run([sys.executable, "-c", _REFUSING, *preloaded], cwd=ROOT, check=True)
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_mutant_can_be_applied_and_has_tests() -> None:
+    """The fragment occurs once in the function, the result is valid Python, and the test files exist."""
+    for mutant in MUTANTS:
+        with case(mutant):
+            source = (ROOT / "streamshard" / f"{mutant.file}.py").read_text()
+            changed = mutant.apply(source)
+            assert changed != source
+            ast.parse(changed)
+            assert mutant.test_files

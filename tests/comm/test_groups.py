@@ -1,4 +1,4 @@
-"""The groups over which hosts send control messages: which network they listen on, and how many sockets they take."""
+"""The groups over which hosts send control messages: their network and sockets, and errors of what ranks send."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -24,17 +25,17 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # not re-exported in stubs
 from torch.distributed.device_mesh import DeviceMesh
 
-from streamshard import StreamShard, latest, load_checkpoint, save_checkpoint
+from streamshard import StreamShard, export_safetensors, latest, load_checkpoint, save_checkpoint
 from streamshard.comm import groups, host_groups
 from streamshard.comm import ranks as ranks_module
 from streamshard.comm.groups import make_default_group
 from streamshard.comm.host_groups import CONTROL_TIMEOUT, MOST_CONNECTED, gloo_settings, make_host_group, timeout_of
 from streamshard.comm.ranks import RankGroup
-from streamshard.errors import CommunicationError, ConfigError
+from streamshard.errors import CommunicationError, ConfigError, RankMismatchError, ShardingError
 from tests.launched import Launched, run_by_torchrun, run_script
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks, warnings_are_errors
-from tests.reference import assert_trains_like_plain, stack_step
+from tests.reference import assert_trains_like_plain, engine_inside, stack_step
 
 _CLONE_NEWNET = 0x40000000
 _LARGE = """
@@ -318,3 +319,83 @@ def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed
         host_groups.state_of(calls.world).is_ours = True
         groups._end()
         assert [name for name, _, _ in calls.mock_calls] == ["world.abort"] * fails + ["destroy_process_group"]
+
+
+# -- what ranks send ---------------------------------------------------------------------------------------------------
+
+
+class Raising:
+    """Raises while it is pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> NoReturn:
+        """Raise."""
+        raise self.error
+
+
+@on_ranks(2)
+def test_an_object_that_one_rank_cannot_send_is_an_error_on_all_and_ranks_go_on(context: RankContext) -> None:
+    """It is pickled before the collective starts; an interrupted rank raises what interrupted it."""
+    model = StreamShard(Stack())
+    ranks = engine_inside(model).ranks
+    for value, own, words in (
+        (threading.Lock(), ShardingError, "rank 1: TypeError: cannot pickle '_thread.lock'"),
+        (Raising(KeyboardInterrupt()), KeyboardInterrupt, "rank 1: KeyboardInterrupt"),
+    ):
+        with pytest.raises(own if context.rank == 1 else ShardingError) as caught:
+            ranks.gather_objects("count", value if context.rank == 1 else "fine")
+        assert isinstance(caught.value, KeyboardInterrupt) or words in str(caught.value)
+        assert ranks.gather_objects("count", context.rank) == [0, 1]
+    assert ranks.of_first("tell", f"from {context.rank}") == "from 0"
+    model.full_state_dict()
+
+
+@on_ranks(3)
+def test_ranks_that_come_to_different_exchanges_all_raise_and_go_on(context: RankContext, tmp_path: Path) -> None:
+    """An export and a save, or two votes: no rank takes another exchange's message for an answer."""
+    model: Any = StreamShard(Stack())
+    ranks = engine_inside(model).ranks
+    acts: list[tuple[Callable[[], object], Callable[[], object], str]] = [
+        (
+            lambda: export_safetensors(model, tmp_path),
+            lambda: save_checkpoint(tmp_path, model),
+            "to plan the export, rank 2 to begin a save",
+        ),
+        (
+            lambda: ranks.gather_objects("compare", 1),
+            lambda: ranks.of_first("choose", "a path"),
+            "to compare, rank 2 to choose",
+        ),
+    ]
+    for others, last, words in acts:
+        with pytest.raises(RankMismatchError, match=f"different exchanges: rank 0 is about {words}"):
+            last() if context.rank == 2 else others()
+        assert ranks.gather_objects("count", context.rank) == [0, 1, 2]
+    model.full_state_dict()
+
+
+# -- guards of waits --------------------------------------------------------------------------------------------------
+
+
+def _waits(ranks: RankGroup) -> list[str]:
+    return [str(guard) for guard in ranks.recorder.log.waits]
+
+
+def test_an_error_leaves_no_wait_behind_and_closes_all_guards_of_the_ranks() -> None:
+    """Each error names the guard, the first one also what went wrong."""
+    ranks = RankGroup()
+    outer, inner = ranks.waiting("a step"), ranks.waiting("the gather of", "layers.0")
+    for _ in range(2):  # a unit has one guard for each of its waits, for all steps
+        with outer, inner, outer:
+            assert _waits(ranks) == ["a step", "the gather of 'layers.0'", "a step"]
+        assert _waits(ranks) == []
+    said = "the gather of 'layers.0' failed on rank 0 of 1: it broke"
+    with pytest.raises(CommunicationError, match=said), outer, inner:
+        raise RuntimeError("it broke")
+    assert _waits(ranks) == []
+    for guard in (outer, inner):
+        with pytest.raises(CommunicationError, match=rf"{guard} is not possible any more: .*it broke"), guard:
+            raise AssertionError("the body must not run")
+    assert _waits(ranks) == []
