@@ -70,6 +70,9 @@ def _lora(**options: Any) -> Any:
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "dora": lambda: _lora(use_dora=True),
+    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+    "tokens": lambda: _lora(trainable_token_indices=[1, 5]),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
     "modules to save": lambda: _lora(modules_to_save=["lm_head"]),
     "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
@@ -119,7 +122,6 @@ def test_adapters_on_a_loaded_base_train_as_in_one_process(context: RankContext,
 @on_ranks(2)
 @pytest.mark.parametrize("method", CONFIGS)
 def test_methods_of_peft_train_as_in_one_process(context: RankContext, method: str, tmp_path: Path) -> None:
-    """Those that meet packed weights in a way of their own; `test_peft` has the others."""
     _mirrored(context, lambda path: _adapted(_base(path), CONFIGS[method]()).train(), tmp_path)
 
 
