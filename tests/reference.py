@@ -1,4 +1,4 @@
-"""What training must give: the same model trained by plain PyTorch, or by DDP, on the same batches.
+"""What training must give: the same model trained by plain PyTorch on the same batches.
 
 A *step function* runs forward and backward of one rank in one step and returns the loss. Plain PyTorch plays all
 ranks in turn, each loss weighted 1/N, which is the mean of means that DDP computes. Only the
@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -315,7 +314,6 @@ def _train(
     set_to_none: bool = True,
 ) -> _Course:
     """Train with each of `calls` in each step."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
     course = _Course([], {}, {})
     for number in range(steps):
         if prepare is not None:
@@ -325,11 +323,11 @@ def _train(
             seed(1000 * number + call.rank)  # dropout falls alike wherever this rank's step is run
             course.losses[-1].append(step(model, call._replace(step=number)).cpu())
         if number in checked:
-            grads = full_grads(inner)
+            grads = full_grads(model)
             course.grads[number] = {name: None if grad is None else grad.cpu() for name, grad in grads.items()}
         optimizer.step()
         if number == steps - 1:
-            course.weights.update(full_weights(inner))
+            course.weights.update(full_weights(model))
         optimizer.zero_grad(set_to_none=set_to_none)
     return course
 
@@ -341,44 +339,6 @@ def _compare(found: _Course, wanted: _Course, tolerance: Tolerance) -> None:
         if number in wanted.grads:
             assert_same(found.grads[number], wanted.grads[number], f"gradients of step {number}", tolerance)
     assert_same(found.weights, wanted.weights, "weights", tolerance)
-
-
-class _DDP(DistributedDataParallel):
-    """As that of torch 2.13: what a forward has saved of a buffer may be sent anew before its backward."""
-
-    def _sync_buffers(self) -> None:
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
-            super()._sync_buffers()
-
-
-def ddp_of(model: nn.Module) -> nn.Module:
-    """`model` under DistributedDataParallel, some of whose parameters need not be used."""
-    return _DDP(model, find_unused_parameters=True)
-
-
-def assert_trains_like_ddp(
-    context: RankContext,
-    build: Callable[[], nn.Module],
-    step: Step,
-    *,
-    steps: int = 4,
-    optimizer: Callable[[nn.Module], Optimizer] = sgd,
-    tolerance: Tolerance = ROUNDING,
-    **settings: Any,
-) -> None:
-    """Train `build()` with StreamShard and with real DDP (``find_unused_parameters``) on the same ranks; compare."""
-    settings.setdefault("precision", FP32)
-    options: Any = {"steps": steps, "checked": range(steps)}
-    call = Call(0, context.rank, context.world_size, 1.0)
-    ddp: Any = ddp_of(built(build))
-    wanted = _train(ddp, optimizer(ddp.module), step, [call], **options)
-    sharded = StreamShard(built(build), **settings)
-    found = _train(sharded, optimizer(sharded), step, [call], **options)
-    trained = [name for name, _ in ddp.module.named_parameters()]  # buffers are each rank's own by then
-    wanted, found = (
-        course._replace(weights={name: course.weights[name] for name in trained}) for course in (wanted, found)
-    )
-    _compare(found, wanted, tolerance)
 
 
 def built(build: Callable[[], nn.Module] = Stack) -> Any:

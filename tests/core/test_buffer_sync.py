@@ -15,11 +15,24 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard import CommunicationError, RankMismatchError, ShardingError, StreamShard
 from tests.models import DIM, NormStack, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, case, counted_collectives, ddp_of, full_weights, sgd
+from tests.reference import FP32, assert_same, case, counted_collectives, full_weights, sgd
 from tests.scenarios import over_sockets
 
 SEED = 5
 Program = Callable[[nn.Module, RankContext, Callable[[], None]], None]
+
+
+class _DDP(DistributedDataParallel):
+    """As that of torch 2.13: what a forward has saved of a buffer may be sent anew before its backward."""
+
+    def _sync_buffers(self) -> None:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.modules_buffers)):
+            super()._sync_buffers()
+
+
+def ddp_of(model: nn.Module) -> nn.Module:
+    """`model` under DistributedDataParallel, some of whose parameters need not be used."""
+    return _DDP(model, find_unused_parameters=True)
 
 
 def inner(model: nn.Module) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,62 @@ from streamshard.errors import ConfigError, ShardingError, StreamShardError
 from streamshard.planning.structure import check_params
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, lm_step, sgd, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    adamw,
+    assert_same,
+    assert_trains_like_plain,
+    counted_collectives,
+    lm_step,
+    sgd,
+    stack_step,
+)
+
+# ---------------------------------------------------------------------------------------------- the user's object
+
+
+@on_ranks(1)
+def test_one_rank_alone_gives_plain_pytorch_bit_by_bit_and_communicates_nothing(context: RankContext) -> None:
+    """World size 1 is exact, not merely close."""
+    model = assert_trains_like_plain(context, TinyLM, lm_step, checked=(2,), optimizer=adamw, tolerance=EXACT)
+    with counted_collectives(model) as counts:
+        lm_step(model, Call(0, 0, 1, 1.0))
+        adamw(model).step()
+    assert counts == {}
+
+
+@on_ranks(2)
+def test_the_model_is_the_same_object_of_a_class_of_the_same_name(context: RankContext) -> None:
+    """It is an instance of StreamShard and of its own class; its parts, and other models of its class, are not.
+
+    State-dict keys, the order of parameters, and the objects that an optimizer refers to stay, also after a step.
+    """
+    model, plain = TinyLM(TinyConfig(tied=True)), TinyLM(TinyConfig(tied=True))
+    bound, unbound = inspect.signature(model.forward), inspect.signature(type(model).forward)
+    blocks, before = list(model.blocks), dict(model.named_parameters())
+    assert StreamShard(model, precision=FP32) is model
+    assert isinstance(model, StreamShard) and isinstance(model, TinyLM)
+    assert not any(isinstance(other, StreamShard) for other in (TinyLM(), nn.Linear(2, 2), model.blocks[0]))
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(model), attribute) == getattr(TinyLM, attribute)
+    assert inspect.signature(model.forward) == bound  # Trainers drop columns that forward does not name
+    assert inspect.signature(type(model).forward) == unbound
+    for called in (model, type(model)):
+        assert "weight_slots" not in inspect.signature(called).parameters
+    assert "units: 4 x Block" in repr(model)
+    assert list(model.blocks) == blocks and model.head.weight is model.embedding.weight
+    for _ in range(2):
+        assert list(model.state_dict()) == list(plain.state_dict())
+        for kind in ("parameters", "buffers", "modules"):
+            names = [[name for name, _ in getattr(each, f"named_{kind}")()] for each in (model, plain)]
+            assert names[0] == names[1]
+        for name, param in model.named_parameters():
+            assert param is before[name]
+            assert isinstance(param, nn.Parameter) and param.is_leaf and param.requires_grad
+        lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+
 
 # ---------------------------------------------------------------------------------------------- memory
 
