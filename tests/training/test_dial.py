@@ -23,6 +23,8 @@ from tests.reference import (
     adamw,
     assert_same,
     assert_trains_like_plain,
+    built,
+    case,
     counted_collectives,
     engine_inside,
     full_grads,
@@ -32,17 +34,10 @@ from tests.reference import (
     stack_step,
 )
 from tests.scenarios import PRECISIONS as BASE
+from tests.scenarios import over_sockets
 
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
 ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-
-
-# Bytes per parameter with Adam, for N ranks, without what a setting's slots add; "all" slots are in the formula.
-FORMULAS: dict[str, tuple[str, dict[str, Any], float, float]] = {
-    "ZeRO-1, fp16, fp16 gradients": ("fp16", ZERO_1, 4, 16),
-    "ZeRO-1, bf16, fp32 gradients": ("bf16", ZERO_1, 6, 12),
-    "ZeRO-3, bf16": ("bf16", {}, 0, 16),
-}
 
 
 class Even(nn.Module):
@@ -60,29 +55,45 @@ class Even(nn.Module):
         return out
 
 
+# Bytes per trained parameter with Adam, for N ranks, without what slots add; "all" slots are in the formula.
+FORMULAS: dict[str, tuple[str, dict[str, Any], float, float]] = {
+    "ZeRO-1, fp16, fp16 gradients": ("fp16", ZERO_1, 4, 16),
+    "ZeRO-1, bf16, fp32 gradients": ("bf16", ZERO_1, 6, 12),
+    "ZeRO-3, bf16": ("bf16", {}, 0, 16),
+    "ZeRO-3, bf16, over sockets": ("bf16", {}, 0, 16),
+    "ZeRO-3, bf16, half of it frozen": ("bf16", {}, 0, 16),
+}
+
+
 @on_ranks(1, 3)
 def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> None:
-    """Counted on live tensors, the optimizer's included."""
-    for case, (name, settings, constant, sharded_bytes) in FORMULAS.items():
-        precision, size = PRECISIONS[name], context.world_size
-        model: Any = StreamShard(Even(), precision=precision, **settings)
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            model(torch.ones(4, 48)).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        report = model.memory_report()
-        held = report.total_bytes - report.held_bytes["flags"]
-        held += sum(m.nbytes for state in optimizer.state.values() for m in state.values() if m.ndim)
-        if size == 1:  # no slots beside the shards
-            assert held == 18 * report.numel, case
-            continue
-        layer, head = 48 * 48, 24 * 48
-        slots = 0.0
-        if settings.get("grad_slots") != "all":
-            own = head if settings.get("weight_slots") == "all" else 0  # else the head takes turns with the layers
-            slots = precision.param_dtype.itemsize * (2 * layer + own)
-        assert held == pytest.approx((constant + sharded_bytes / size) * report.numel + slots, abs=0.5), case
+    """Counted on live tensors, the optimizer's included. Frozen parameters have two bytes over N."""
+    size, layer, head = context.world_size, 48 * 48, 24 * 48
+    for name, (precision, settings, constant, sharded_bytes) in FORMULAS.items():
+        sockets, frozen = "sockets" in name, 4 * layer * ("frozen" in name)
+        plain = Even()
+        if frozen:
+            plain.layers[2:6].bfloat16().requires_grad_(False)
+        with case(name), over_sockets() if sockets else contextlib.nullcontext():
+            model: Any = StreamShard(plain, precision=PRECISIONS[precision], **settings)
+            optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+            for _ in range(2):
+                model(torch.ones(4, 48)).float().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            report = model.memory_report()
+            held = report.total_bytes - report.held_bytes["flags"]
+            held += sum(m.nbytes for state in optimizer.state.values() for m in state.values() if m.ndim)
+            numel = report.numel - frozen
+            if size == 1:  # no slots beside the shards
+                assert held == 18 * numel + 2 * frozen
+                continue
+            slots = 2.0 * 2 * layer
+            if settings.get("grad_slots") == "all":
+                slots = 0.0
+            elif sockets:  # gradients have their own, the head's too, and the other ranks' chunks scratch
+                slots = slots * (2 + (size - 1) / size) + 2 * head
+            assert held == pytest.approx((constant + sharded_bytes / size) * numel + 2 * frozen / size + slots, abs=0.5)
 
 
 @on_ranks(2)
@@ -227,12 +238,11 @@ def test_using_unreduced_gradients_raises(context: RankContext) -> None:
 
 @on_ranks(3)
 def test_every_element_is_owned_by_one_rank(context: RankContext) -> None:
-    """`local_ranges` says which; cutting between blocks moves them."""
+    """`local_ranges` says which; cutting between blocks moves them. Main weights are fp32, also of a bf16 model."""
     for block in (1, 24):
-        torch.manual_seed(2)
-        whole = dict(Stack().named_parameters())
-        torch.manual_seed(2)
-        model: Any = StreamShard(Stack(), precision=FP32, align_pieces_to=block)
+        plain = built().bfloat16()
+        whole = {name: param.detach().float() for name, param in plain.named_parameters()}
+        model: Any = StreamShard(plain, precision=FP32, align_pieces_to=block)
         mine = {name: (owned.start, owned.stop) for name, owned in model.local_ranges().items()}
         for name, param in model.named_parameters():
             assert param.dtype is torch.float32 and piece_of(param).ndim == whole[name].ndim
