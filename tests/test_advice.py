@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import StreamShard, init_weights
 from streamshard.core.optimizer_hooks import follow_model
 from streamshard.errors import ShardingError
-from streamshard.optim import elementwise
+from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, assert_trains_like_plain, case, full_weights, stack_step
+from tests.reference import EXACT, FP32, assert_same, assert_trains_like_plain, case, full_weights, stack_step
 
 
 class Advice(NamedTuple):
@@ -48,10 +48,15 @@ def _sgd(params: Any) -> Any:
 
 
 def _train(model: Any, make: Callable[[Any], Any] = _sgd) -> Any:
-    """One step by the optimizer of ``make(parameters)``, which is returned."""
+    """One step by the optimizer of ``make(parameters)``, which is returned. A refused one changes no weight."""
     optimizer = make(model.parameters())
     _loss(model).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    before = full_weights(model)
+    try:
+        optimizer.step(lambda: _loss(model)) if isinstance(optimizer, torch.optim.LBFGS) else optimizer.step()
+    except ShardingError:
+        assert_same(full_weights(model), before, "weights", EXACT)
+        raise
     return optimizer
 
 
@@ -155,12 +160,26 @@ class AdamW8bit(torch.optim.SGD):
         self.block_size = block_size
 
 
-AdamW8bit.__module__ = "torchao.optim.adam"
+class Lion(torch.optim.SGD):
+    """Is in a package that has another one, which works element by element."""
 
 
-def _in_blocks(width: int, make: Callable[[Any], Any]) -> None:
+@elementwise
+class Faster(torch.optim.SGD):
+    """Is declared."""
+
+
+class Undeclared(Faster):
+    """A subclass is another optimizer."""
+
+
+AdamW8bit.__module__, Lion.__module__ = "torchao.optim.adam", "lion_pytorch.cautious_lion"
+_DECLARE = r"declare it: streamshard.optim.elementwise\({}\)"
+
+
+def _in_blocks(width: int, make: Callable[[Any], Any], align_pieces_to: int = 4096) -> None:
     """A step of a model [width, width] from 64."""
-    model: Any = StreamShard(Stack((64, width, width)), precision=FP32, align_pieces_to=4096)
+    model: Any = StreamShard(Stack((64, width, width)), precision=FP32, align_pieces_to=align_pieces_to)
     model(vector_batch(0, 0, dim=64)).sum().backward()
     make(model.parameters()).step()
 
@@ -184,10 +203,20 @@ def _load_pieces(model: Any) -> None:
 
 
 OF_OPTIMIZERS = {
-    "whole parameters": Advice(lambda m: _train(m, torch.optim.Adafactor),
-                               r"optimizer = streamshard.optim.WholeParameterOptimizer\(model"),
-    "a subclass": Advice(lambda m: _train(m, Slower), r"declare it: streamshard.optim.elementwise\(Slower\)",
+    "whole parameters": Advice(
+        lambda m: _train(m, torch.optim.Adafactor), r"optimizer = streamshard.optim.WholeParameterOptimizer\(model",
+        lambda m: _train(m, functools.partial(WholeParameterOptimizer, optimizer_class=torch.optim.Adafactor))),
+    "a subclass": Advice(lambda m: _train(m, Slower), _DECLARE.format("Slower"),
                          lambda m: _train(m, elementwise(type("Declared", (Slower,), {})))),
+    "a subclass of a declared one": Advice(lambda m: _train(m, Undeclared), _DECLARE.format("Undeclared"),
+                                           lambda m: _train(m, Faster)),
+    "another of a known package": Advice(
+        lambda m: _train(m, Lion), r"cautious_lion.Lion is not .*elementwise\(Lion\).* write .*Optimizer\(.*, Lion,",
+        lambda m: _train(m, functools.partial(WholeParameterOptimizer, optimizer_class=Lion))),
+    "a closure": Advice(lambda m: _train(m, torch.optim.LBFGS), "take another optimizer, such as torch.optim.AdamW",
+                        lambda m: _train(m, torch.optim.AdamW)),
+    "cut blocks": Advice(lambda m: _in_blocks(128, AdamW8bit, 1), r"write StreamShard\(model, align_pieces_to=4096\)",
+                         lambda m: _in_blocks(128, AdamW8bit)),
     "blocks of another size": Advice(lambda m: _in_blocks(128, functools.partial(AdamW8bit, block_size=192)),
                                      "wanted a power of two, at most 4096"),
     "an incomplete block": Advice(lambda m: _in_blocks(100, AdamW8bit), "give this parameter to another optimizer",

@@ -256,19 +256,3 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
         train_stack(each, optimizer, first=3)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
     _assert_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
-
-
-@on_ranks(2)
-def test_state_that_is_neither_whole_nor_a_piece_raises(context: RankContext) -> None:
-    """Pieces of another number of ranks: at the first step, and again at the next."""
-    model = sharded_model()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    params = nn.ParameterList(torch.ones(5) for _ in model.parameters())
-    other = torch.optim.AdamW(params, fused=True)
-    torch.stack([*params]).sum().backward()
-    other.step()
-    said = r"'exp_avg' of 'layers.0.linear.weight' has shape \(5,\): wanted .*load_optimizer_state_dict"
-    optimizer.load_state_dict(other.state_dict())
-    for _ in range(2):
-        with pytest.raises(ShardingError, match=said):
-            train_stack(model, optimizer, first=1, steps=1)

@@ -16,7 +16,7 @@ from streamshard.errors import ShardingError
 from streamshard.optim import elementwise
 from tests.models import Stack
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import EXACT, Call, assert_same, case, full_weights, piece_of, sharded_model, stack_step
+from tests.reference import Call, assert_same, case, full_weights, piece_of, sharded_model, stack_step
 
 
 @elementwise
@@ -113,49 +113,6 @@ def test_a_closure_sees_and_makes_all_gradients(context: RankContext) -> None:
 def _named(module: str, name: str) -> Any:
     """An optimizer's class that has this full name."""
     return type(name, (_Foreign,), {"__module__": module})
-
-
-class _Undeclared(_Foreign):
-    """A subclass is another optimizer."""
-
-
-class _OwnGroup(torch.optim.SGD):
-    """Scales gradients by a norm, where torch's own collects them."""
-
-    def _init_group(self, group: Any, params: Any, grads: Any, momentum: Any) -> Any:
-        result = super()._init_group(group, params, grads, momentum)
-        grads[:] = [grad / grad.norm() for grad in grads]
-        return result
-
-
-UNKNOWN: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "a subclass of a declared one": (_Undeclared, "_Undeclared is not known .*elementwise.*To step whole parameters"),
-    "a subclass of torch's": (lambda params: _OwnGroup(params, lr=0.1), "_OwnGroup is not known .*elementwise.*Whole"),
-    "another of a known package": (_named("lion_pytorch.cautious_lion", "Lion"), "cautious_lion.Lion is not known"),
-    "one of torch's": (torch.optim.Adafactor, "Adafactor is not known"),
-    "one with a closure": (torch.optim.LBFGS, "LBFGS is not known .*with a closure.*take another .*AdamW"),
-    "blocks that are cut": (_named("torchao.optim.adam", "AdamW8bit"), "align_pieces_to=4096"),
-}
-
-
-@on_ranks(2)
-def test_an_optimizer_that_is_not_known_raises_at_its_first_step(context: RankContext) -> None:
-    """On all ranks, with what to write instead; no weight has changed, and another one goes on."""
-    for name in UNKNOWN:
-        with case(name):
-            make, message = UNKNOWN[name]
-            model = sharded_model()
-            before = full_weights(model)
-            _backward(model)
-            for closure in ((), (lambda: 0.0,)):
-                with pytest.raises(ShardingError, match=message) as caught:
-                    make(model.parameters()).step(*closure)
-            if "is not known" in message:
-                runs_whole = "WholeParameterOptimizer(model.parameters(), " in str(caught.value)
-                assert runs_whole is (name != "one with a closure")
-                assert "streamshard.optim.elementwise(" in str(caught.value)
-            assert_same(full_weights(model), before, "weights", EXACT)
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @on_ranks(2)
