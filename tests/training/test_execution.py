@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests import families
-from tests.models import Block, Layer, Stack, TinyConfig, TinyLM, token_batch, vector_batch
+from tests.models import Block, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     Call,
@@ -122,21 +121,3 @@ def test_forwards_and_backwards_in_any_number_and_order(context: RankContext) ->
     for name, step in BACKWARDS.items():
         with case(name):
             assert_trains_like_plain(context, Stack, step, checked=(0, 2))
-
-
-@on_ranks(2)
-def test_generate_gives_the_tokens_of_plain_pytorch(context: RankContext) -> None:
-    """Before and after training steps; every rank has its own prompt."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        total = torch.zeros(())
-        prompt = token_batch(call.step, call.rank, rows=1, length=4)
-        model.eval()
-        for options in ({"do_sample": True, "top_k": 5}, {"num_beams": 2, "do_sample": False}):
-            out = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, **options)
-            total = total + (out * torch.arange(out.shape[1])).sum()
-        model.train()
-        tokens = token_batch(call.step, call.rank)
-        return total + call.backward(model(input_ids=tokens, labels=tokens).loss)
-
-    assert_trains_like_plain(context, lambda: families.llama(eos_token_id=None, bos_token_id=1), step, steps=2)

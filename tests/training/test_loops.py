@@ -1,9 +1,8 @@
-"""Training loops around forward and backward: accumulation, clipping, `zero_grad`, weights that the user changes."""
+"""Training loops around forward and backward: accumulation, clipping, `zero_grad`."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import math
 import re
@@ -22,7 +21,6 @@ from tests.reference import (
     EXACT,
     FP32,
     Call,
-    Tolerance,
     adamw,
     assert_same,
     assert_trains_like_plain,
@@ -36,7 +34,6 @@ from tests.reference import (
     sharded_model,
     stack_step,
 )
-from tests.scenarios import BF16
 from tests.simulated import simulated_device
 
 
@@ -187,54 +184,3 @@ def test_a_rank_that_splits_a_batch_alone_is_found_out_of_step(context: RankCont
         with simulated_device() if is_device else contextlib.nullcontext():
             parts = [1, 1, 2 if everyone or context.rank == 0 else 1, 1, 1, 1]
             assert _train_in_parts(StreamShard(Stack(), precision=FP32), context.rank, parts) == found
-
-
-# -- weights that the user changes between steps -----------------------------------------------------------------------
-
-
-def _through_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data.mul_(0.5)
-
-
-def _fused_step(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = p.detach().sign().contiguous()
-    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
-    model.zero_grad()
-
-
-@on_ranks(1, 2)
-def test_edited_weights_are_the_ones_used_next_in_bf16(context: RankContext) -> None:
-    """A forward right after the edit, with and without gradients, between steps, casts the weights anew."""
-    plain, model = built(), sharded_model(precision=BF16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    x = vector_batch(0, context.rank)
-    start = copy.deepcopy(plain.state_dict())
-    for edit in (_through_data, _fused_step):
-        plain.load_state_dict(start)
-        model.load_state_dict(start)
-        before = model(x).detach()
-        edit(model)
-        edit(plain)
-        wanted = copy.deepcopy(plain).bfloat16()(x.bfloat16()).detach()
-        moved = (wanted - before).abs().max()
-        assert float(moved) > 0.02 * float(before.abs().max())  # else this would pass with stale weights
-        for grad_mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
-            with grad_mode():
-                found = model(x)
-            assert_same({"out": found}, {"out": wanted}, edit.__name__, Tolerance(relative=2e-2))
-        found.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@on_ranks(2)
-def test_a_parameter_or_layer_replaced_after_sharding_raises(context: RankContext) -> None:
-    """The new object is not sharded: its gradients would stay local."""
-    for name, new in (("layers.1.linear.weight", nn.Parameter(torch.full((16, 16), 0.1))), ("head", nn.Linear(16, 1))):
-        model: Any = StreamShard(Stack(), precision=FP32)
-        owner, _, attribute = name.rpartition(".")
-        with pytest.raises(RuntimeError, match=name):
-            setattr(model.get_submodule(owner), attribute, new)
-            stack_step(model, Call(0, context.rank, 2, 1.0))
