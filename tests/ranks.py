@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
 from tests.gpu import IS_PLAYED, enter_gpu, has_gpu
@@ -102,6 +103,27 @@ FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
 )
 
 
+class Call(NamedTuple):
+    """The rank and step of one call of a step function.
+
+    Attributes:
+        step: counts from 0.
+        rank: whose batch to use.
+        world_size: number of ranks.
+        weight: what to multiply the loss with before backward; 1/N where one process plays all ranks.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    weight: float
+
+    def backward(self, loss: Tensor, **options: Any) -> Tensor:
+        """Run backward of the weighted loss; returns the loss itself, detached."""
+        (loss * self.weight).backward(**options)  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
 @dataclass(frozen=True)
 class RankContext:
     """What a rank function knows about where it runs.
@@ -115,6 +137,10 @@ class RankContext:
     rank: int
     world_size: int
     device: torch.device
+
+    def call(self, step: int) -> Call:
+        """This rank's call of a step function."""
+        return Call(step, self.rank, self.world_size, 1.0)
 
 
 class RankFailure(AssertionError):

@@ -7,16 +7,17 @@ public API is used, but for counting collectives.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -27,14 +28,16 @@ from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of as engine_inside
 from streamshard.full import gather_whole
 from tests.models import Stack, next_token_loss, token_batch, vector_batch
+from tests.ranks import Call as Call
 from tests.ranks import RankContext
 
 FP32 = Precision(param_dtype=torch.float32)
 SEED = 7
+ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 # Slots that units take turns in, and one for each unit. What lies between has the one's weights and the other's grads.
 SETTINGS: dict[str, dict[str, Any]] = {
     "two slots": {},
-    "a slot each": {"weight_slots": "all", "grad_slots": "all"},
+    "a slot each": ALL_SLOTS,
 }
 # For tests that are ``@on_ranks()``: one rank has no slots, so there is nothing to set.
 each_setting = pytest.mark.parametrize(
@@ -42,7 +45,7 @@ each_setting = pytest.mark.parametrize(
 )
 
 
-@contextmanager
+@contextlib.contextmanager
 def case(name: object) -> Iterator[None]:
     """Add the name of a table's entry to an error that is raised inside."""
     try:
@@ -58,6 +61,41 @@ def seed(number: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
+def no_sync(model: Any, waits: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """The model's `no_sync()`, if it is sharded and gradients wait; plain PyTorch has no context for it."""
+    return model.no_sync() if waits and isinstance(model, StreamShard) else contextlib.nullcontext()
+
+
+class Trouble(Exception):
+    """What tests raise."""
+
+
+class Stop(BaseException):
+    """Something like KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def failing(module: Any, error: type[BaseException] = Trouble, *, backward: bool = True) -> Iterator[None]:
+    """Raise `error` when a backward comes to the output of `module`, or else before the forward of `module`."""
+
+    def fail(*_: Any) -> NoReturn:
+        raise error
+
+    def watch(module: nn.Module, args: Any, out: Tensor) -> None:
+        out.register_hook(fail)
+
+    hook = module.register_forward_hook(watch) if backward else module.register_forward_pre_hook(fail)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def mesh_2d(replicate: int, shard: int) -> DeviceMesh:
+    """A mesh of that many replicas with that many shards."""
+    return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+
 def let_dynamo_look() -> None:
     """Dynamo looks at `.grad` of every tensor it meets and hides the warning, but only where warnings are no errors."""
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
@@ -71,27 +109,6 @@ def only_sharded(compile_it: Callable[[Any], None]) -> Callable[[nn.Module, int]
             compile_it(model)
 
     return prepare
-
-
-class Call(NamedTuple):
-    """The rank and step of one call of a step function.
-
-    Attributes:
-        step: counts from 0.
-        rank: whose batch to use.
-        world_size: number of ranks.
-        weight: what to multiply the loss with before backward; 1/N where one process plays all ranks.
-    """
-
-    step: int
-    rank: int
-    world_size: int
-    weight: float
-
-    def backward(self, loss: Tensor, **options: Any) -> Tensor:
-        """Run backward of the weighted loss; returns the loss itself, detached."""
-        (loss * self.weight).backward(**options)  # type: ignore[no-untyped-call]
-        return loss.detach()
 
 
 Step = Callable[[nn.Module, Call], Tensor]
@@ -125,6 +142,7 @@ class Tolerance:
 
 ROUNDING = Tolerance()
 EXACT = Tolerance(relative=0.0, absolute=0.0)
+NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through an optimizer
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -289,7 +307,7 @@ def assert_trains_like_plain(
     wanted = _train(plain, optimizer(plain), step, [Call(0, rank, size, 1.0 / size) for rank in range(size)], **options)
     sharded = built(build).to(context.device)
     sharded = StreamShard(sharded, **settings)
-    found = _train(sharded, optimizer(sharded), step, [Call(0, context.rank, size, 1.0)], **options)
+    found = _train(sharded, optimizer(sharded), step, [context.call(0)], **options)
     _compare(found, wanted._replace(losses=[[losses[context.rank]] for losses in wanted.losses]), tolerance)
     return sharded
 
@@ -388,7 +406,7 @@ def _ignore(collective: Collective, unit: int | None) -> None:
     pass
 
 
-@contextmanager
+@contextlib.contextmanager
 def heard_collectives(
     engine: Engine, note: Callable[[Collective, int | None], None] = _ignore
 ) -> Iterator[dict[Collective, list[int | None]]]:
@@ -415,7 +433,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
+@contextlib.contextmanager
 def counted_collectives(model: nn.Module) -> Iterator[dict[str, int]]:
     """Count the collectives issued inside, by name: torch's own without overload (``_allgather_base_``), and ours.
 

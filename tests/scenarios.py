@@ -23,8 +23,21 @@ from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
 from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.ranks import RankContext
-from tests.reference import Call, adamw, engine_inside, full_weights, lm_step, seed, stack_step
+from tests.reference import (
+    Call,
+    Trouble,
+    adamw,
+    engine_inside,
+    failing,
+    full_weights,
+    lm_step,
+    no_sync,
+    seed,
+    stack_step,
+)
 
+RESIDENT: dict[str, Any] = {"weight_slots": 2}  # as many as with `OFFLOAD`: their number orders sums
+OFFLOAD: dict[str, Any] = {"offload": "state"}
 BF16 = Precision(param_dtype=torch.bfloat16)
 PRECISIONS = {
     "fp32": Precision(param_dtype=torch.float32),
@@ -117,7 +130,7 @@ def _no_sync(model: nn.Module, call: Call) -> None:
     """In one step gradients that wait are added to one that was reduced before."""
     if call.step == 1:
         stack_step(model, call._replace(step=20))
-    with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
+    with no_sync(model):
         for part in range(2):
             stack_step(model, call._replace(step=3 * call.step + part))
     stack_step(model, call._replace(step=3 * call.step + 2))
@@ -227,21 +240,10 @@ def _summoning(model: nn.Module, call: Call) -> None:
     model.full_state_dict()
 
 
-class _Stop(Exception):
-    """An exception of the user's code."""
-
-
-def _stop_halfway(model: nn.Module, call: Call) -> None:
-    """A backward that raises; gradients of the layers behind have been reduced."""
-
-    def stop(grad: Tensor) -> None:
-        raise _Stop
-
-    middle = model.layers[2]  # type: ignore[index]  # a ModuleList
-    hook = middle.register_forward_hook(lambda module, args, out: out.register_hook(stop) and None)
-    with contextlib.suppress(_Stop):
+def _stop_halfway(model: nn.Module, call: Call, *, backward: bool = True) -> None:
+    """A backward that raises, when gradients of the layers behind have been reduced; or a forward."""
+    with contextlib.suppress(Trouble), failing(model.layers[2], backward=backward):  # type: ignore[index]
         stack_step(model, call)
-    hook.remove()
 
 
 def _failing_backward(model: nn.Module, call: Call) -> None:
@@ -251,13 +253,7 @@ def _failing_backward(model: nn.Module, call: Call) -> None:
 
 
 def _failing_forward(model: nn.Module, call: Call) -> None:
-    def stop(module: nn.Module, args: Any) -> None:
-        raise _Stop
-
-    hook = model.layers[2].register_forward_pre_hook(stop)  # type: ignore[index, operator]  # a ModuleList
-    with contextlib.suppress(_Stop):
-        stack_step(model, call)
-    hook.remove()
+    _stop_halfway(model, call, backward=False)
     stack_step(model, call)
 
 
@@ -334,7 +330,7 @@ def train(
     """Optimizer steps of the scenario, with an optimizer that reads every gradient."""
     optimizer = make(model)
     for number in range(steps):
-        SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, 1.0))
+        SCENARIOS[scenario].step(model, context.call(number))
         optimizer.step()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
 

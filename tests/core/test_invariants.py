@@ -23,32 +23,21 @@ from streamshard.errors import StateError
 from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     FP32,
-    Call,
+    Stop,
+    Trouble,
     adamw,
     assert_same,
     engine_inside,
+    failing,
     full_grads,
     heard_collectives,
     sharded_model,
     stack_step,
 )
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded
-
-SLOT_EACH: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-
-
-def _call(context: RankContext, step: int) -> Call:
-    return Call(step, context.rank, context.world_size, 1.0)
-
-
-class Trouble(Exception):
-    """What the tests raise."""
-
-
-class Stop(BaseException):
-    """Something like KeyboardInterrupt."""
 
 
 class _Stopping(Observer):
@@ -95,7 +84,7 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
 
     with engine.streams.observed_by(_Checks()):
         for number in range(3):
-            SCENARIOS[scenario].step(model, _call(context, number))
+            SCENARIOS[scenario].step(model, context.call(number))
     assert len(checks) > 6 * len(engine.units)
 
 
@@ -103,31 +92,19 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
 def test_a_rank_whose_forward_fails_issues_the_same_collectives_as_the_others(context: RankContext) -> None:
     """Afterwards the ranks are in step."""
     model = sharded_model(precision=BF16)
-    stack_step(model, _call(context, 0))
+    stack_step(model, context.call(0))
     with torch.no_grad():
         model(vector_batch(0, context.rank))  # what a model writes to its weights is agreed on in the first ones
         if context.rank == 0:
-            with pytest.raises(Trouble):
-                _fail_in_forward(model, context, Trouble)
+            with pytest.raises(Trouble), failing(model.layers[1], backward=False):
+                model(vector_batch(1, context.rank))
         else:
             model(vector_batch(1, context.rank))
     digests: list[Any] = engine_inside(model).ranks.gather_objects(
         "compare logs", engine_inside(model).ranks.recorder.log.digest
     )
     assert digests[0] == digests[1]
-    stack_step(model, _call(context, 2))
-
-
-def _fail_in_forward(model: Any, context: RankContext, kind: type[BaseException], before: Any = lambda: None) -> None:
-    def fail(module: nn.Module, args: Any) -> None:
-        before()
-        raise kind
-
-    hook = model.layers[1].register_forward_pre_hook(fail)
-    try:
-        model(vector_batch(1, context.rank))
-    finally:
-        hook.remove()
+    stack_step(model, context.call(2))
 
 
 @on_ranks(2)
@@ -135,18 +112,19 @@ def _fail_in_forward(model: Any, context: RankContext, kind: type[BaseException]
 def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext, what: str) -> None:
     """Ctrl-C ends the forward at once; after a failed exchange the other ranks no longer answer."""
     model = sharded_model()
-    stack_step(model, _call(context, 0))
+    stack_step(model, context.call(0))
     engine = engine_inside(model)
     counts = []
 
-    def before() -> None:
+    def note(*_: Any) -> None:
         if what != "interrupted":
             engine.ranks.recorder.log.failure = "somebody has died"
         counts.append(engine.ranks.recorder.log.count)
 
     kind = Stop if what == "interrupted" else Trouble
-    with pytest.raises(kind):
-        _fail_in_forward(model, context, kind, before)
+    model.layers[1].register_forward_pre_hook(note)
+    with pytest.raises(kind), failing(model.layers[1], kind, backward=False):
+        model(vector_batch(1, context.rank))
     assert engine.ranks.recorder.log.count == counts[0]
     engine.ranks.recorder.log.failure = None
     _assert_at_rest(engine)
@@ -155,20 +133,20 @@ def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext,
 @on_ranks(2)
 def test_a_layer_frozen_after_its_gradient_waited_is_not_reduced(context: RankContext) -> None:
     """A layer whose gradient has waited, was reduced, and is frozen from then on."""
-    model: Any = sharded_model(**SLOT_EACH)
+    model: Any = sharded_model(**ALL_SLOTS)
     with model.no_sync():
-        stack_step(model, _call(context, 0))
-    stack_step(model, _call(context, 1))
+        stack_step(model, context.call(0))
+    stack_step(model, context.call(1))
     model.zero_grad()
     model.layers[1].requires_grad_(False)
     with heard_collectives(engine_inside(model)) as heard:
-        stack_step(model, _call(context, 2))
+        stack_step(model, context.call(2))
     assert sorted(heard[Collective.REDUCE_SCATTER]) == [0, 1, 3, 4]
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("is_inside", [True, False])
-@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+@pytest.mark.parametrize("settings", [{}, ALL_SLOTS], ids=["default", "a slot each"])
 def test_weights_written_through_data_after_a_forward_inside_no_sync_are_used(
     context: RankContext, settings: dict[str, Any], is_inside: bool
 ) -> None:
@@ -192,48 +170,42 @@ def _assert_zeros_are_used(model: Any, batch: Tensor) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+@pytest.mark.parametrize("settings", [{}, ALL_SLOTS], ids=["default", "a slot each"])
 def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     context: RankContext, settings: dict[str, Any]
 ) -> None:
     """The next step is right: of what lies in grad slots nothing is taken for its own."""
     model = sharded_model(**settings)
-    stack_step(model, _call(context, 0))
+    stack_step(model, context.call(0))
     model.zero_grad()
     engine = engine_inside(model)
-
-    def fail(*_: Any) -> None:
-        raise Trouble
-
-    model.layers[2].register_full_backward_hook(fail)
-    with pytest.raises(Trouble):
-        stack_step(model, _call(context, 1))
+    with pytest.raises(Trouble), failing(model.layers[2]):
+        stack_step(model, context.call(1))
     with engine.streams.observed_by(_Stopping(StepEvent.BACKWARD_ENDS)), pytest.raises(Stop):
         model(vector_batch(1, context.rank))
     assert engine.phase is None
     _assert_units_at_rest(engine)
-    model.layers[2]._backward_hooks.clear()
-    stack_step(model, _call(context, 2))
+    stack_step(model, context.call(2))
     assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
 
 
 def _grads_of(context: RankContext, *steps: int, **settings: Any) -> dict[str, Any]:
     model = sharded_model(**settings)
     for step in steps:
-        stack_step(model, _call(context, step))
+        stack_step(model, context.call(step))
     return full_grads(model)
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("settings", [{}, SLOT_EACH], ids=["default", "a slot each"])
+@pytest.mark.parametrize("settings", [{}, ALL_SLOTS], ids=["default", "a slot each"])
 def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(context: RankContext, settings: dict[str, Any]) -> None:
     """One of a unit's parameters loses its gradient between two micro-batches."""
     settings = {**settings, "precision": PRECISIONS["16-bit wire"]}
     model = sharded_model(**settings)
-    stack_step(model, _call(context, 0))
+    stack_step(model, context.call(0))
     cleared = "layers.1.linear.weight"
     model.get_parameter(cleared).grad = None
-    stack_step(model, _call(context, 1))
+    stack_step(model, context.call(1))
     found = full_grads(model)
     assert_same({cleared: found[cleared]}, {cleared: _grads_of(context, 1, **settings)[cleared]}, "cleared")
     both = _grads_of(context, 0, 1, **settings)
@@ -243,16 +215,16 @@ def test_a_cleared_gradient_beside_kept_ones_begins_at_zero(context: RankContext
 @on_ranks(2)
 def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: RankContext) -> None:
     """The earlier step's gradients were used and cleared, and lie in the same memory."""
-    settings = {**SLOT_EACH, "precision": PRECISIONS["16-bit wire"]}
+    settings = {**ALL_SLOTS, "precision": PRECISIONS["16-bit wire"]}
     found = []
     for steps in ((0,), ()):
         model = sharded_model(**settings)
         for step in steps:
-            stack_step(model, _call(context, step))
+            stack_step(model, context.call(step))
             model.zero_grad()
         with model.no_sync():
-            stack_step(model, _call(context, 1))
-        stack_step(model, _call(context, 2))
+            stack_step(model, context.call(1))
+        stack_step(model, context.call(2))
         found.append(full_grads(model))
     assert_same(found[0], found[1], "gradients", EXACT)
 
@@ -268,20 +240,20 @@ class _WithoutBias(Layer):
 @on_ranks(2)
 def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext) -> None:
     """A reduced gradient, one that waits, and then both are cleared. What waits may lack some of its layer's."""
-    settings = {**SLOT_EACH, "precision": PRECISIONS["16-bit wire"]}
+    settings = {**ALL_SLOTS, "precision": PRECISIONS["16-bit wire"]}
     for waits_with_bias in (True, False):
         model = sharded_model(stack_of(_WithoutBias), **settings)
-        stack_step(model, _call(context, 0))
+        stack_step(model, context.call(0))
         with model.no_sync():
             for layer in model.layers:
                 layer.has_bias = waits_with_bias
-            stack_step(model, _call(context, 1))
+            stack_step(model, context.call(1))
             adamw(model).zero_grad()
         for layer in model.layers:
             layer.has_bias = True
-        stack_step(model, _call(context, 2))
+        stack_step(model, context.call(2))
         fresh = sharded_model(stack_of(_WithoutBias), **settings)
-        stack_step(fresh, _call(context, 2))
+        stack_step(fresh, context.call(2))
         assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT)
 
 
@@ -289,7 +261,7 @@ def test_clearing_forgets_what_was_reduced_and_what_waits(context: RankContext) 
 def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: RankContext) -> None:
     """With a grad slot for each unit two reductions share scratch, which receives through sockets."""
     with over_sockets():
-        model = sharded_model(**SLOT_EACH)
+        model = sharded_model(**ALL_SLOTS)
     transport = engine_inside(model).ranks.transport
     start, begun = transport.start_reduce, 0
     under_way: list[tuple[int, mock.Mock]] = []
@@ -305,7 +277,7 @@ def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: 
 
     with mock.patch.object(transport, "start_reduce", started):
         for step in range(2):
-            stack_step(model, _call(context, step))
+            stack_step(model, context.call(step))
     assert begun > 2 * len({place for place, _ in under_way})
 
 

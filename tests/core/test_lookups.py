@@ -17,6 +17,7 @@ from streamshard.core import graph_hooks
 from tests.models import TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     Call,
     adamw,
     assert_trains_like_plain,
@@ -25,6 +26,7 @@ from tests.reference import (
     full_grads,
     full_weights,
     lm_step,
+    no_sync,
     sharded_model,
 )
 
@@ -164,7 +166,7 @@ STEPS: dict[str, tuple[Callable[[Any, Call], Tensor], dict[str, Any]]] = {
     "two slots": (lm_step, {}),
     "all slots, bf16 gradients": (
         _accumulate,
-        {"weight_slots": "all", "grad_slots": "all", "precision": Precision(grad_dtype=torch.bfloat16)},
+        {**ALL_SLOTS, "precision": Precision(grad_dtype=torch.bfloat16)},
     ),
     "accumulation": (_accumulate, {}),
     "one graph, two backwards": (_again, {"weight_slots": "all"}),
@@ -230,7 +232,7 @@ def test_autograd_grad_inside_the_forward_makes_the_whole_gradient(context: Rank
 
 def _freeze_between(model: Any, call: Call) -> Tensor:
     """The embedding is frozen between the first forward and its backward."""
-    with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+    with no_sync(model):
         loss = model(token_batch(call.step + 100, call.rank)).square().mean()
         model.embedding.weight.requires_grad_(False)
         call.backward(loss)
@@ -240,9 +242,8 @@ def _freeze_between(model: Any, call: Call) -> Tensor:
 
 @on_ranks(2)
 def test_an_embedding_frozen_before_backward_has_no_gradient(context: RankContext) -> None:
-    settings: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
     with _counting() as counts:
-        assert_trains_like_plain(context, _model, _freeze_between, **settings)
+        assert_trains_like_plain(context, _model, _freeze_between, **ALL_SLOTS)
     assert counts[0] == 3
 
 

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from streamshard import StreamShard
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, stack_step
+from tests.reference import stack_step
 
 LAYERS = [f"layers.{index}" for index in range(4)]
 
@@ -22,9 +22,9 @@ def _names(profiled: profile) -> Counter[str]:
 def test_torch_profiler_shows_each_part_of_each_units_step(context: RankContext) -> None:
     """All-gather, which casts, forward, backward and reduction once; the first layers are all-gathered again."""
     model = StreamShard(Stack(), precision="bf16")
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(1))
     found = _names(profiled)
     for part in ("forward", "backward", "reduce_scatter"):
         names = {

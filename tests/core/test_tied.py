@@ -192,7 +192,7 @@ def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankCont
 
     with mock.patch.object(UnitGrads, "write_early", write_early):
         for step in range(3):
-            _kept_graph(model, Call(step, context.rank, 2, 1.0))
+            _kept_graph(model, context.call(step))
     assert pending and all(before > 0 and after == 0 for before, after in pending)
 
 
@@ -213,6 +213,6 @@ def test_events_order_a_gradient_in_the_place_of_its_weight(context: RankContext
         model = sharded_model(lambda: _Tied(_twice), precision=BF16)
         with checker.of(model):
             for step in range(3):
-                lm_step(model, Call(step, context.rank, 2, 1.0))
+                lm_step(model, context.call(step))
                 model.zero_grad()
     assert counts[0] == 2

@@ -99,7 +99,7 @@ def test_computing_with_a_weight_while_its_layer_does_not_run_raises(context: Ra
                 model(vector_batch(0, context.rank))
     assert_same(model.full_state_dict(rank0_only=False), before, "weights")
     model.read = lambda model, x: None
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
 
 
 @on_ranks(2)
@@ -200,7 +200,7 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
                 model(vector_batch(0, context.rank))
     for layer in model.layers:
         layer.distance = 100
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
     kept = shelf[1]()
     assert kept.shape == (16, 16) and isinstance(kept, nn.Parameter)
     with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
@@ -279,7 +279,7 @@ def test_backward_through_a_view_of_another_layers_weight_raises(context: RankCo
         for layer in model.layers:
             layer.distance = 100
         shelf.clear()
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(0))
 
 
 class OwnWeight(torch.autograd.Function):

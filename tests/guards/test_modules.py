@@ -23,7 +23,7 @@ from streamshard.planning.structure import modules_of
 from streamshard.torch_private import AsTensors
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, lm_step
+from tests.reference import adamw, lm_step
 from tests.simulated import simulated_device
 
 _HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_pre_hooks")
@@ -124,8 +124,8 @@ def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
     for step in range(3):
         if step == 1:
             with model.no_sync():
-                lm_step(model, Call(7, context.rank, context.world_size, 1.0))
-        found.append(lm_step(model, Call(step, context.rank, context.world_size, 1.0)))
+                lm_step(model, context.call(7))
+        found.append(lm_step(model, context.call(step)))
         found.append(model.clip_grad_norm_(1.0))
         optimizer.step()
         optimizer.zero_grad()

@@ -15,7 +15,6 @@ from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
-    Call,
     assert_same,
     assert_trains_like_plain,
     case,
@@ -72,7 +71,7 @@ class WritingStack(Stack):
 def test_a_layer_that_writes_to_its_weight_raises(context: RankContext) -> None:
     """Also when it does so for the first time after steps without."""
     model: Any = StreamShard(WritingStack(), precision=Precision())
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
     before = full_weights(model)
     wanted = r"'layers\.1\.linear\.weight' was changed in place inside"
     for name, change in CHANGES.items():
@@ -82,7 +81,7 @@ def test_a_layer_that_writes_to_its_weight_raises(context: RankContext) -> None:
                 model(vector_batch(0, context.rank))
     model.layers[1].change = None
     assert_same(full_weights(model), before, "weights")
-    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(1))
 
 
 @on_ranks(2)

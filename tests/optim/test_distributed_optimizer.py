@@ -68,7 +68,7 @@ def test_concurrent_steps_equal_serial_ones(context: RankContext) -> None:
     """To the bit. The threads have two optimizers to share."""
     serial, threaded = sharded_model(), sharded_model()
     for model in (serial, threaded):
-        stack_step(model, Call(0, context.rank, 2, 1.0))
+        stack_step(model, context.call(0))
     optimizer = DistributedOptimizer(Hesitant(serial.parameters(), 0), serial)
     for _ in range(THREADS):
         optimizer.step()
@@ -108,7 +108,7 @@ def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankCont
     model = sharded_model()
     fallible = Fallible(model.parameters(), lr=0.05)
     optimizer = DistributedOptimizer(fallible, model)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
+    stack_step(model, context.call(0))
     fallible.failure = "out of luck" if context.rank == 1 else None
     with pytest.raises(OptimizerError, match="step the optimizer: rank 1: ValueError: out of luck$") as caught:
         optimizer.step()
@@ -121,7 +121,7 @@ def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankCont
     theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
     for rank in range(2):
         stack_step(plain, Call(1, rank, 2, 0.5))
-    stack_step(model, Call(1, context.rank, 2, 1.0))
+    stack_step(model, context.call(1))
     for each in (theirs, optimizer):
         each.step()
     assert_same(full_weights(model), full_weights(plain), "weights")

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -26,14 +25,20 @@ from streamshard import (
 )
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Tolerance, adamw, assert_same, built, full_weights, sgd, sharded_model, train_stack
+from tests.reference import (
+    EXACT,
+    NEAR,
+    adamw,
+    assert_same,
+    built,
+    full_weights,
+    mesh_2d,
+    sgd,
+    sharded_model,
+    train_stack,
+)
 
-NEAR = Tolerance(1e-4, 1e-5)
 STEPS = 7
-
-
-def _mesh(replicate: int, shard: int) -> Any:
-    return init_device_mesh("cpu", (replicate, shard))
 
 
 def _theirs(
@@ -61,7 +66,7 @@ def test_training_equals_post_local_sgd(
     """Every rank's own weights after every step; replicas drift apart in between, as theirs do."""
     make = {"sgd": sgd, "adamw": adamw}[kind]
     wanted, theirs = _theirs(Stack, make, shape[1], warmup_steps=warmup_steps, period=period)
-    found = sharded_model(mesh=_mesh(*shape))
+    found = sharded_model(mesh=mesh_2d(*shape))
     ours = LocalSGD(make(found), found, warmup_steps=warmup_steps, period=period)
     drifted = False
     for number in range(STEPS):
@@ -87,10 +92,10 @@ def test_the_counter_survives_a_checkpoint(context: RankContext) -> None:
     settings: dict[str, Any] = {"warmup_steps": 3, "period": 4}
     _, theirs = _theirs(Stack, adamw, 1, **settings)
     for way in ("pieces", "whole", "theirs"):
-        model = sharded_model(mesh=_mesh(2, 1))
+        model = sharded_model(mesh=mesh_2d(2, 1))
         optimizer = LocalSGD(adamw(model), model, **settings)
         train_stack(model, optimizer, context, first=0, steps=4)  # all replicas are equal after step number 3
-        again = sharded_model(mesh=_mesh(2, 1))
+        again = sharded_model(mesh=mesh_2d(2, 1))
         again.load_state_dict(full_weights(model))
         other = LocalSGD(adamw(again), again, **settings)
         if way == "pieces":
@@ -114,10 +119,10 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
     model = sharded_model()
     with pytest.raises(ConfigError, match="this model has one: shard it with a 2-D mesh"):
         LocalSGD(sgd(model), model, period=2)
-    model = sharded_model(mesh=_mesh(2, 1), precision=Precision(sums_in_rank_order=True))
+    model = sharded_model(mesh=mesh_2d(2, 1), precision=Precision(sums_in_rank_order=True))
     with pytest.raises(ConfigError, match="without shard_over_replicas and sums_in_rank_order"):
         LocalSGD(sgd(model), model, period=2)
-    model = sharded_model(mesh=_mesh(2, 1))
+    model = sharded_model(mesh=mesh_2d(2, 1))
     with pytest.raises(ConfigError, match="period=0: wanted at least 1"):
         LocalSGD(sgd(model), model, period=0)
     local = LocalSGD(DistributedOptimizer(sgd(model), model), model, period=1, warmup_steps=2)
@@ -130,7 +135,7 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
 @on_ranks(2, 4)
 def test_a_step_that_overflows_in_one_replica_is_skipped_by_all(context: RankContext) -> None:
     """Or replicas would count differently, and wait for averages that others do not take part in."""
-    model = sharded_model(mesh=_mesh(2, context.world_size // 2))
+    model = sharded_model(mesh=mesh_2d(2, context.world_size // 2))
     optimizer = LocalSGD(sgd(model), model, period=3)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for number in range(6):

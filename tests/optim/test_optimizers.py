@@ -20,6 +20,7 @@ from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
+    NEAR,
     Call,
     Tolerance,
     assert_same,
@@ -46,7 +47,6 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Rprop": (torch.optim.Rprop, {"lr": 1e-3}),
     "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 1}),
 }
-NEAR = Tolerance(1e-4, 1e-5)
 
 
 def _two_groups(name: str, **options: Any) -> Callable[[nn.Module], Optimizer]:

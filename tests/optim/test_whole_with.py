@@ -51,7 +51,7 @@ def _optimizer(model: nn.Module, params: Any = None, kind: type[Optimizer] = tor
 def _backward(model: nn.Module, context: RankContext) -> Backward:
     """This rank's forward and backward; those of all ranks, if the model is plain."""
     if isinstance(model, StreamShard):
-        return lambda number: stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        return lambda number: stack_step(model, context.call(number))
     size = context.world_size
     return lambda number: sum(stack_step(model, Call(number, rank, size, 1 / size)) for rank in range(size)) / size
 

@@ -18,7 +18,7 @@ from streamshard.nested import tensors_in
 from streamshard.tools.memory import MemoryReport
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, case, engine_inside, lm_step, stack_step
+from tests.reference import FP32, adamw, case, engine_inside, lm_step, stack_step
 from tests.scenarios import BF16, PRECISIONS, RoutedStack, over_sockets, sharded, train
 from tests.simulated import simulated_device
 
@@ -62,7 +62,7 @@ def test_the_report_is_of_what_is_held(context: RankContext, way: str, precision
 def _train(model: nn.Module, context: RankContext, steps: int) -> None:
     optimizer = adamw(model)
     for number in range(steps):
-        call = Call(number, context.rank, context.world_size, 1.0)
+        call = context.call(number)
         lm_step(model, call) if isinstance(model, TinyLM) else stack_step(model, call)
         optimizer.step()
         optimizer.zero_grad()
@@ -157,7 +157,7 @@ class _Largest(TorchDispatchMode):
 def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> None:
     """Weights are gathered and gradients reduced in place: a step makes activations and gradients, not copies."""
     model = StreamShard(RoutedStack(), precision=FP32)
-    call = Call(0, context.rank, 2, 1.0)
+    call = context.call(0)
     stack_step(model, call)
     unit_numel = engine_inside(model).units[1].layout.padded_numel
     with _Largest() as largest:

@@ -72,7 +72,7 @@ def test_the_model_is_the_same_object_of_a_class_of_the_same_name(context: RankC
         for name, param in model.named_parameters():
             assert param is before[name]
             assert isinstance(param, nn.Parameter) and param.is_leaf and param.requires_grad
-        lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+        lm_step(model, context.call(0))
 
 
 # ---------------------------------------------------------------------------------------------- memory
@@ -183,7 +183,7 @@ def test_layers_of_a_sharded_model_cannot_be_cast_or_emptied(context: RankContex
                 change(module)
     with pytest.raises(ShardingError, match="without its weights"):
         model.to_empty(device="cpu")
-    stack_step(model, Call(0, context.rank, 2, 1.0))
+    stack_step(model, context.call(0))
 
 
 @on_ranks(1, 2)
@@ -200,7 +200,7 @@ def test_inference_mode_leaves_nothing_behind_that_cannot_train(context: RankCon
         model(vector_batch(0, context.rank))
     optimizer = sgd(model)
     for step in range(2):
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(step))
         optimizer.step()
     model.seen.add_(1)
 
@@ -229,7 +229,7 @@ def test_transforms_that_differentiate_are_refused_and_vmap_is_not(context: Rank
     with pytest.raises(ShardingError, match="functional_call"):
         torch.func.functional_call(model, {"head.weight": torch.zeros(1, DIM)}, (x,))
     torch.testing.assert_close(torch.func.vmap(model)(x), model(x))
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
 
 
 @on_ranks(2)
@@ -263,7 +263,7 @@ def test_a_layers_forward_outside_of_a_pass_raises_and_names_the_parameter(conte
             call()
     assert model.blocks[0].up.weight.ndim == 2
     assert model.blocks[0](x).shape == x.shape
-    lm_step(model, Call(0, context.rank, 2, 1.0))
+    lm_step(model, context.call(0))
 
 
 @on_ranks(2)
@@ -289,6 +289,6 @@ def test_collecting_weights_during_a_pass_raises(context: RankContext, hook: str
             refused.append(name)
 
     getattr(model.layers[1], hook)(try_all)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
+    stack_step(model, context.call(0))
     assert refused == list(calls)
     assert_same(model.full_state_dict(rank0_only=False), whole, "weights")

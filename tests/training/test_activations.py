@@ -186,7 +186,7 @@ def _only_inside(model: Any, call: Call) -> Tensor:
 def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankContext) -> None:
     """No gradient comes to the layer's output, so nothing says that backward needs its weights."""
     model: Any = StreamShard(_stashing(), precision=FP32)
-    call = Call(0, context.rank, context.world_size, 1.0)
+    call = context.call(0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
             _only_inside(model, call)

@@ -115,7 +115,7 @@ def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: Ran
     optimizer, steps = adamw(model), []
     for number in range(3):
         calls.clear()
-        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(number))
         optimizer.step()
         optimizer.zero_grad()
         steps.append(list(calls))
@@ -136,7 +136,7 @@ def test_compiled_autograd_is_refused_when_a_forward_begins(context: RankContext
         with compiled(), pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
             loss.backward()
         assert "compiled autograd" in str(explain_version(raised.value))
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
 
 
 @on_ranks(2)

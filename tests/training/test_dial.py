@@ -17,6 +17,7 @@ from streamshard.planning.memory import Category
 from tests.models import Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     FP32,
     Call,
@@ -29,6 +30,7 @@ from tests.reference import (
     engine_inside,
     full_grads,
     lm_step,
+    no_sync,
     piece_of,
     sharded_model,
     stack_step,
@@ -37,7 +39,6 @@ from tests.scenarios import PRECISIONS as BASE
 from tests.scenarios import over_sockets
 
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
-ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 
 
 class Even(nn.Module):
@@ -57,8 +58,8 @@ class Even(nn.Module):
 
 # Bytes per trained parameter with Adam, for N ranks, without what slots add; "all" slots are in the formula.
 FORMULAS: dict[str, tuple[str, dict[str, Any], float, float]] = {
-    "ZeRO-1, fp16, fp16 gradients": ("fp16", ZERO_1, 4, 16),
-    "ZeRO-1, bf16, fp32 gradients": ("bf16", ZERO_1, 6, 12),
+    "ZeRO-1, fp16, fp16 gradients": ("fp16", ALL_SLOTS, 4, 16),
+    "ZeRO-1, bf16, fp32 gradients": ("bf16", ALL_SLOTS, 6, 12),
     "ZeRO-3, bf16": ("bf16", {}, 0, 16),
     "ZeRO-3, bf16, over sockets": ("bf16", {}, 0, 16),
     "ZeRO-3, bf16, half of it frozen": ("bf16", {}, 0, 16),
@@ -99,7 +100,7 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
 @on_ranks(2)
 def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones(context: RankContext) -> None:
     """Until then they lie in the slots. The sum is right, and a gradient that was kept from before raises."""
-    model: Any = StreamShard(Even(), precision=FP32, **ZERO_1)
+    model: Any = StreamShard(Even(), precision=FP32, **ALL_SLOTS)
     for number in range(2):
         assert model.memory_report().held_bytes["main grads"] == 0
         model.zero_grad()
@@ -114,7 +115,7 @@ def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones
     second = full_grads(model)
     model.zero_grad()
     for shift in (0.0, 1.0):
-        with model.no_sync() if not shift else contextlib.nullcontext():
+        with no_sync(model, not shift):
             model(torch.full((4, 48), 0.1 * context.rank if not shift else 1.2)).sum().backward()
     assert_same(full_grads(model), first, "waiting gradients", EXACT)
     for _ in range(2):
@@ -156,7 +157,7 @@ def test_main_grads_have_memory_from_their_reduction_until_a_forward_finds_none(
 
 def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, int]:
     with counted_collectives(model) as counts:
-        lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+        lm_step(model, context.call(number))
     return counts.get("all_gather", 0), counts.get("reduce_scatter", 0)
 
 
@@ -166,7 +167,7 @@ def test_more_weight_slots_save_gathers(context: RankContext) -> None:
     depth, flags = 6, 1  # flags: the exchange of used parameters, once a backward
     for slots, kept in ((2, 2), (3, 3), ("all", depth)):
         model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, weight_slots=slots)
-        lm_step(model, Call(0, context.rank, 2, 1.0))
+        lm_step(model, context.call(0))
         gathers, reductions = _counts(model, context, 1)
         assert (gathers, reductions) == (1 + 2 * depth - kept + flags, 1 + depth), slots
 
@@ -175,8 +176,8 @@ def test_more_weight_slots_save_gathers(context: RankContext) -> None:
 def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None:
     """And gathers once: inside `no_sync` nothing is sent at all after the first forward."""
     depth = 6
-    model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, **ZERO_1)
-    lm_step(model, Call(0, context.rank, 2, 1.0))
+    model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, **ALL_SLOTS)
+    lm_step(model, context.call(0))
     with model.no_sync():
         assert _counts(model, context, 1) == (1 + depth, 0)
         assert _counts(model, context, 2) == (0, 0)
@@ -192,7 +193,7 @@ class _Alternating(Stack):
 
 def _frozen_while_waiting(model: Any, call: Call) -> Tensor:
     """Two whole layers are frozen before the last micro-batch; on rank 1 one of them never ran."""
-    with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
+    with no_sync(model):
         model.train(call.rank == 0)
         stack_step(model, call)
     model.train()
@@ -205,7 +206,7 @@ def _frozen_while_waiting(model: Any, call: Call) -> Tensor:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("settings", [{}, ZERO_1], ids=["ZeRO-3", "ZeRO-1"])
+@pytest.mark.parametrize("settings", [{}, ALL_SLOTS], ids=["ZeRO-3", "ZeRO-1"])
 def test_waiting_gradients_of_layers_frozen_meanwhile_are_kept(context: RankContext, settings: dict[str, Any]) -> None:
     """As in torch, on ranks that had no part in the gradient too."""
     assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 2), **settings)
@@ -214,10 +215,10 @@ def test_waiting_gradients_of_layers_frozen_meanwhile_are_kept(context: RankCont
 @on_ranks(2)
 def test_using_unreduced_gradients_raises(context: RankContext) -> None:
     """They are this rank's alone: reading or scaling them raises and names a parameter."""
-    model = sharded_model(**ZERO_1)
+    model = sharded_model(**ALL_SLOTS)
     optimizer = adamw(model)
     with model.no_sync():
-        stack_step(model, Call(0, context.rank, 2, 1.0))
+        stack_step(model, context.call(0))
         message = r"no_sync.*not been reduced"
         for use in (
             lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
@@ -231,7 +232,7 @@ def test_using_unreduced_gradients_raises(context: RankContext) -> None:
             optimizer.zero_grad(set_to_none=False)
         with pytest.raises(ShardingError, match="'head.weight'"):
             model.head.weight.grad = model.head.weight.grad
-    stack_step(model, Call(1, context.rank, 2, 1.0))
+    stack_step(model, context.call(1))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
@@ -247,7 +248,7 @@ def test_every_element_is_owned_by_one_rank(context: RankContext) -> None:
         for name, param in model.named_parameters():
             assert param.dtype is torch.float32 and piece_of(param).ndim == whole[name].ndim
             assert torch.equal(piece_of(param).flatten(), whole[name].flatten()[slice(*mine[name])])
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(0))
         everyone = everywhere(mine)
         for name, param in whole.items():
             pieces = sorted(ranges[name] for ranges in everyone if ranges[name][0] < ranges[name][1])

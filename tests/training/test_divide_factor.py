@@ -19,16 +19,18 @@ from tests.models import Stack, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
+    NEAR,
     Call,
     Step,
-    Tolerance,
     adamw,
     assert_same,
     assert_trains_like_plain,
     case,
     engine_inside,
     full_weights,
+    no_sync,
     sgd,
     sharded_model,
     stack_step,
@@ -36,13 +38,10 @@ from tests.reference import (
 from tests.scenarios import PRECISIONS, SCENARIOS, sharded
 from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
 
-NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
-ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-
 
 def _two_micro_batches(model: Any, call: Call) -> Tensor:
     """The second one outside of ``no_sync()``, and then another one, which adds to main grads."""
-    with model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext():
+    with no_sync(model):
         total = stack_step(model, call._replace(step=3 * call.step))
     for part in (1, 2):
         total = total + stack_step(model, call._replace(step=3 * call.step + part))
@@ -181,7 +180,7 @@ def test_the_factor_is_one_for_all_ranks_and_for_all_gradients_of_a_step(context
     model.set_gradient_divide_factor(2)
     for synced in (True, False):
         with contextlib.nullcontext() if synced else model.no_sync():
-            stack_step(model, Call(0, context.rank, 2, 1.0))
+            stack_step(model, context.call(0))
         model.set_gradient_divide_factor(2.0)  # the same
         with pytest.raises(ConfigError, match=r"parameter 'head\.weight' has a gradient.*after zero_grad"):
             model.set_gradient_divide_factor(1.0)
@@ -189,11 +188,11 @@ def test_the_factor_is_one_for_all_ranks_and_for_all_gradients_of_a_step(context
     model.set_gradient_divide_factor(1.0)
     hook = model.layers[1].register_forward_pre_hook(lambda *_: model.set_gradient_divide_factor(2.0))
     with pytest.raises(ShardingError, match="set_gradient_divide_factor inside a forward"):
-        stack_step(model, Call(0, context.rank, 2, 1.0))
+        stack_step(model, context.call(0))
     hook.remove()
     with (
         pytest.raises(ConfigError, match="divide_by_initial_world_size=False and set_gradient_divide_factor"),
         Join([model], repeat=print, divide_by_initial_world_size=False),
     ):
-        stack_step(model, Call(0, context.rank, 2, 1.0))
+        stack_step(model, context.call(0))
     assert type(engine_inside(model).inputs) is Inputs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,88 +16,33 @@ from streamshard.core import backward
 from streamshard.errors import ShardingError, log
 from tests.models import Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, adamw, assert_trains_like_plain, case, lm_step
+from tests.reference import FP32, Call, Stop, Trouble, adamw, assert_trains_like_plain, case, failing, lm_step, no_sync
 
 
 def _small() -> TinyLM:
     return TinyLM(TinyConfig(depth=3))
 
 
-class Trouble(Exception):
-    """What the tests raise."""
-
-
-class Stop(BaseException):
-    """Something like KeyboardInterrupt."""
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise Trouble("backward")
-
-
-def _in_forward_of(name: str, kind: type[BaseException] = Trouble) -> Callable[[nn.Module, Call], None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        raise kind("forward")
-
-    return functools.partial(_hooked, lambda model: model.get_submodule(name).register_forward_pre_hook(hook))
-
-
-def _in_backward_of(name: str) -> Callable[[nn.Module, Call], None]:
-    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-        raised: Tensor = _RaiseInBackward.apply(out)  # type: ignore[no-untyped-call]
-        return raised
-
-    return functools.partial(_hooked, lambda model: model.get_submodule(name).register_forward_hook(hook))
-
-
-def _in_a_gradient_hook(model: nn.Module, call: Call) -> None:
-    """A hook on an activation between two blocks is interrupted in backward."""
-
-    def interrupt(grad: Tensor) -> Tensor:
-        raise Stop("hook")
-
-    def hook(module: nn.Module, args: Any, out: Tensor) -> None:
-        out.register_hook(interrupt)
-
-    _hooked(lambda model: model.get_submodule("blocks.2").register_forward_hook(hook), model, call)
-
-
-def _hooked(register: Callable[[nn.Module], Any], model: nn.Module, call: Call) -> None:
-    handle = register(model)
-    try:
-        lm_step(model, call)
-    finally:
-        handle.remove()
-
-
-def _in_an_evaluation(model: nn.Module, call: Call) -> None:
-    with torch.no_grad():
-        _in_forward_of("blocks.2")(model, call)
-
-
-IN_BACKWARD: dict[str, Callable[[nn.Module, Call], None]] = {
-    "at the start of backward": _in_backward_of("head"),
-    "in the middle of backward": _in_backward_of("blocks.1"),
-    "interrupted in backward": _in_a_gradient_hook,
+# By name: the module whose backward or forward fails, how, and whether in backward.
+IN_BACKWARD: dict[str, tuple[str, type[BaseException], bool]] = {
+    "at the start of backward": ("head", Trouble, True),
+    "in the middle of backward": ("blocks.1", Trouble, True),
+    "interrupted in backward": ("blocks.2", Stop, True),
 }
-TROUBLES: dict[str, Callable[[nn.Module, Call], None]] = {
+TROUBLES: dict[str, tuple[str, type[BaseException], bool]] = {
     **IN_BACKWARD,
-    "inside a block": _in_forward_of("blocks.1.up"),
-    "interrupted in forward": _in_forward_of("blocks.2", Stop),
-    "at the end of backward": _in_backward_of("embedding"),
-    "in evaluation": _in_an_evaluation,
+    "inside a block": ("blocks.1.up", Trouble, False),
+    "interrupted in forward": ("blocks.2", Stop, False),
+    "at the end of backward": ("embedding", Trouble, True),
+    "in evaluation": ("blocks.2", Trouble, False),
 }
 
 
 def _fail(model: nn.Module, call: Call, where: str) -> None:
-    with pytest.raises((Trouble, Stop)):
-        TROUBLES[where](model, call._replace(step=call.step + 70))
+    name, error, in_backward = TROUBLES[where]
+    fails = failing(model.get_submodule(name), error, backward=in_backward)
+    with pytest.raises(error), fails, torch.set_grad_enabled(where != "in evaluation"):
+        lm_step(model, call._replace(step=call.step + 70))
 
 
 @on_ranks(1, 2)
@@ -180,7 +123,7 @@ def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankCont
         def step(model: nn.Module, call: Call, waits: bool = waits, clears: bool = clears) -> Tensor:
             if isinstance(model, StreamShard):
                 params = list(model.parameters())
-                with model.no_sync() if waits else contextlib.nullcontext():
+                with no_sync(model, waits):
                     lm_step(model, call._replace(step=call.step + 30))
                     _fail(model, call, "in the middle of backward")
                 for param in params if clears else ():
@@ -202,7 +145,7 @@ def test_the_users_exception_is_raised_unchanged(context: RankContext) -> None:
         model()
     with pytest.raises(Trouble), model.no_sync():
         raise Trouble
-    lm_step(model, Call(0, context.rank, 2, 1.0))
+    lm_step(model, context.call(0))
     assert model.head.weight.grad.norm() > 0
 
 

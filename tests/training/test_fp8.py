@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import Precision, ShardingError, StreamShard
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Call, built, let_dynamo_look, lm_step
+from tests.reference import EXACT, built, let_dynamo_look, lm_step
 from tests.training.test_precision import Mixed, assert_same_main_weights, train_beside
 
 float8: Any = pytest.importorskip("torchao.float8", reason="needs torchao: pip install streamshard[test]")
@@ -75,4 +75,4 @@ def test_layers_that_are_converted_after_sharding_are_refused(context: RankConte
     model = StreamShard(built(TinyLM))
     float8.convert_to_float8_training(model, config=_config("tensorwise"))
     with pytest.raises(ShardingError, match="weight' "):
-        lm_step(model, Call(0, context.rank, 2, 1.0))
+        lm_step(model, context.call(0))

@@ -19,7 +19,6 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     SETTINGS,
-    Call,
     assert_same,
     engine_inside,
     full_weights,
@@ -83,7 +82,7 @@ def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext) -> 
     model = StreamShard(model, precision=BF16)
     assert {name: param.dtype for name, param in model.named_parameters()} == dtypes
     with heard_collectives(engine_inside(model)) as heard:
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(0))
     n_trained = 4 if context.world_size > 1 else 0  # one flat parameter of each layer, none of the head
     assert len(heard[Collective.REDUCE_SCATTER]) == n_trained
     state = full_weights(model)
@@ -112,10 +111,10 @@ def test_training_a_parameter_that_was_frozen_at_sharding_time_raises(context: R
             ShardingError,
             match=rf"'layers\.1\.linear\.base\.{name}' was frozen when .* Freeze it after StreamShard\(model\)",
         ):
-            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            stack_step(model, context.call(0))
         unfreeze.remove()
         model.zero_grad()
         base.requires_grad_(False)
         base.weight.requires_grad_(name == "bias")
-    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(1))
     assert base.weight.grad is None and model.layers[1].linear.up.grad is not None

@@ -27,6 +27,7 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
+    no_sync,
     sgd,
     stack_step,
 )
@@ -36,10 +37,6 @@ from tests.scenarios import RoutedStack
 def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
     loss: Tensor = model(vector_batch(3 * call.step + part, call.rank)).square().mean()
     return loss
-
-
-def _no_sync(model: nn.Module) -> Any:
-    return model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -58,7 +55,7 @@ def _frozen_in_backward(model: Any, call: Call) -> Tensor:
 
 def _discriminating(model: Any, call: Call) -> Tensor:
     """A discriminator accumulates; the generator's turn, for which it is frozen, comes between."""
-    with _no_sync(model):
+    with no_sync(model):
         call.backward(_loss(model, call))
         with _frozen(model):
             x = vector_batch(call.step, call.rank).requires_grad_()
@@ -100,7 +97,7 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
     model: Any = StreamShard(RoutedStack(), precision=FP32, **SETTINGS[settings])
     optimizer = sgd(model)
     for number in range(2):
-        stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(number))
         optimizer.step()
     model.route = [0, 2]
     with torch.no_grad():
@@ -128,14 +125,14 @@ def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankC
     changes: dict[Any, Callable[[], object]] = {**steps, "load": lambda: model.load_state_dict(whole)}
     for name, change in changes.items():
         with case(name):
-            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            stack_step(model, context.call(0))
             loss = model(vector_batch(1, context.rank)).square().mean()
             change()
             model.zero_grad()
             said = r"'(layers\.\d\.linear|head)\.\w+' was modified by an inplace operation"
             with pytest.raises(ShardingError, match=said):
                 loss.backward()
-    stack_step(model, Call(2, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(2))
 
 
 @on_ranks()
@@ -148,9 +145,9 @@ def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext,
         model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
         optimizer = sgd(model)
         for number in range(3):
-            call = Call(number, context.rank, context.world_size, 1.0)
+            call = context.call(number)
             call.backward(_loss(model, call))
-            with model.no_sync() if is_inside else contextlib.nullcontext():
+            with no_sync(model, is_inside):
                 with torch.no_grad():
                     _loss(model, call)
                 optimizer.step()
@@ -175,7 +172,7 @@ def test_penalties_on_the_parameters_accumulate_with_everything_else(context: Ra
         def step(model: Any, call: Call, where: str = where) -> Tensor:
             losses = []
             for part in range(3):
-                with _no_sync(model) if part < 2 else contextlib.nullcontext():
+                with no_sync(model, part < 2):
                     early = _penalty(model) if where == "before each" else 0.0  # its nodes run last
                     loss = _loss(model, call, part)
                     call.backward(loss + early + (_penalty(model) if where == "in all" else 0.0))
@@ -240,7 +237,7 @@ def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) 
     with pytest.raises(ShardingError, match=r"inside the model's forward .* gradient of '(head|layers)"):
         model(vector_batch(0, context.rank))
     model.learns = False
-    stack_step(model, Call(0, context.rank, 2, 1.0))
+    stack_step(model, context.call(0))
 
 
 # -- torch.autograd.grad and backward(inputs=...): of sharded parameters refused, of anything else as ever ------------
@@ -269,7 +266,7 @@ def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: Rank
             torch.autograd.grad(_loss_of(model, x), x, create_graph=True)
     assert_same(full_weights(model), before, "weights")
     model.zero_grad()
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
     assert all(grad is not None for grad in full_grads(model).values())
     for trained in ("weight", "bias"):  # a large one and a small one, in layers whose weights stay
         model = StreamShard(Stack(), precision=FP32, weight_slots="all")

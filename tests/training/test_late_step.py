@@ -31,9 +31,9 @@ from tests.reference import (
     full_weights,
     stack_step,
 )
-from tests.scenarios import BF16, sharded
+from tests.scenarios import BF16, OFFLOAD, RESIDENT, sharded
 from tests.simulated import simulated_device
-from tests.training.test_offload_events import OFFLOAD, RESIDENT, Run
+from tests.training.test_offload_events import Run
 
 
 @on_ranks(1)

@@ -29,6 +29,7 @@ from tests.reference import (
     full_grads,
     full_weights,
     lm_step,
+    no_sync,
     piece_of,
     sgd,
     sharded_model,
@@ -40,10 +41,6 @@ from tests.simulated import simulated_device
 def _micro(model: nn.Module, call: Call, number: int, of: int) -> Tensor:
     out = model(vector_batch(call.step * 10 + number, call.rank, rows=2 + number))
     return call.backward(out.square().mean() / of)
-
-
-def _no_sync(model: Any) -> Any:
-    return model.no_sync() if isinstance(model, StreamShard) else contextlib.nullcontext()
 
 
 def _switch(model: Any, call: Call) -> Tensor:
@@ -58,7 +55,7 @@ def _switch(model: Any, call: Call) -> Tensor:
 
 def _skipping(model: Any, call: Call) -> Tensor:
     """The last micro-batch does not use the first layer."""
-    with _no_sync(model):
+    with no_sync(model):
         total = _micro(model, call, 0, 2)
     first, model.layers[0].forward = model.layers[0].forward, lambda x: x
     total = total + _micro(model, call, 1, 2)
@@ -92,7 +89,7 @@ def test_the_user_alone_clears_gradients(context: RankContext) -> None:
     model = assert_trains_like_plain(context, Stack, stack_step, optimizer=keep)
     for clear in (model.zero_grad, adamw(model).zero_grad):
         for set_to_none in (True, False):
-            stack_step(model, Call(0, context.rank, 2, 1.0))
+            stack_step(model, context.call(0))
             clear(set_to_none=set_to_none)
             left = [p.grad for p in model.parameters()]
             assert all(grad is None if set_to_none else not grad.any() for grad in left)  # type: ignore[union-attr]
@@ -134,7 +131,7 @@ def test_clipping_uses_the_norm_over_all_ranks(context: RankContext) -> None:
         model.zero_grad()
         for rank in range(size):
             lm_step(plain, Call(0, rank, size, 1 / size))
-        lm_step(model, Call(0, context.rank, size, 1.0))
+        lm_step(model, context.call(0))
         wanted, found = clip(plain), clip(model)
         assert isinstance(found, Tensor) and found.shape == ()
         assert float(found) == pytest.approx(float(wanted), rel=1e-5) and wanted > 0.01, name
@@ -146,7 +143,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext
     """One bad element on one rank's piece: every rank's norm says so, and skips. Without any gradient it is zero."""
     model: Any = StreamShard(TinyLM(), precision=FP32)
     assert float(model.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
-    lm_step(model, Call(0, context.rank, 2, 1.0))
+    lm_step(model, context.call(0))
     if context.rank == 1:
         biggest = max(model.parameters(), key=lambda p: piece_of(p).numel())
         piece_of(biggest.grad).view(-1)[0] = math.nan

@@ -17,6 +17,7 @@ from tests.adversary import make_adversarial
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     FP32,
     Call,
@@ -38,14 +39,13 @@ class Setting(NamedTuple):
     settings: dict[str, Any] = {}
 
 
-ZERO_1: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 # In fp32 gathers read the main weights themselves, and where each unit has a weight slot these lie in it. Main grads
 # lie in the grad slots where each unit has one. A unit of several layers is bound in parts.
 SETTINGS: dict[str, Setting] = {
     "ZeRO-3": Setting(BF16),
     "ZeRO-3, fp32": Setting(FP32),
-    "ZeRO-1, fp32": Setting(FP32, ZERO_1),
-    "ZeRO-1": Setting(BF16, ZERO_1),
+    "ZeRO-1, fp32": Setting(FP32, ALL_SLOTS),
+    "ZeRO-1": Setting(BF16, ALL_SLOTS),
     "3 slots": Setting(BF16, {"weight_slots": 3}),
     "several layers": Setting(BF16, {"min_unit_size": 600}),  # two layers of 16 x 16 in bf16
     "16-bit": Setting(PRECISIONS["16-bit"]),
@@ -105,6 +105,6 @@ def test_it_trains_like_the_default_without_races(context: RankContext, scenario
         found = full_weights(model)
     assert races.accesses > 50
     # Sums in another order: of gradients that wait in slots, and of other units' norms.
-    is_near = scenario in ADDING and settings == ZERO_1 or (scenario, setting) == ("clipping", "several layers")
+    is_near = scenario in ADDING and settings == ALL_SLOTS or (scenario, setting) == ("clipping", "several layers")
     wanted = reference(context, scenario, precision)
     assert_same(found, wanted, "weights", Tolerance(1e-5, 1e-5) if is_near else EXACT)

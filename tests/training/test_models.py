@@ -130,7 +130,7 @@ def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankCont
             model: Any = assert_trains_like_plain(context, build, step, units=units, weight_slots=2)
             if name != "a weight made of others":  # which would be made outside of a forward
                 model.to("cpu")  # resets what recurrent layers know of their weights
-            step(model, Call(9, context.rank, context.world_size, 1.0))
+            step(model, context.call(9))
 
 
 # -- large modules beside the layers, small layers put together -------------------------------------------------------
@@ -206,6 +206,6 @@ def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
         for number in range(3):
             model.route = order if number == 2 else range(8)
             with counted_collectives(model) as counts:
-                stack_step(model, Call(number, context.rank, 2, 1.0))
+                stack_step(model, context.call(number))
         assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1, order  # the root unit, the flags
         assert counts["reduce_scatter"] == 4 + 1, order

@@ -21,10 +21,9 @@ from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vecto
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step
-from tests.scenarios import BF16, PRECISIONS, sharded, train, without_waits
+from tests.scenarios import BF16, OFFLOAD, PRECISIONS, RESIDENT, sharded, train, without_waits
 from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
 
-OFFLOAD: dict[str, Any] = {"offload": "state"}
 NAMES = list(PRECISIONS)
 LANGUAGE_MODELS = ("plain", "large embedding and head", "tied", "a head that a loss reads")
 
@@ -53,7 +52,7 @@ def test_offload_changes_no_bit(context: RankContext, scenario: str, precision: 
     The host's own uses of host memory too. The resident model has as many slots: their number orders sums.
     """
     with simulated_device(), _small_chunks(scenario):
-        resident = sharded(scenario, PRECISIONS[precision], weight_slots=2)
+        resident = sharded(scenario, PRECISIONS[precision], **RESIDENT)
         train(resident, scenario, context)
         model = sharded(scenario, PRECISIONS[precision], **OFFLOAD)
         with late(model), detect_races(model) as races:
@@ -71,7 +70,7 @@ def _skip_layers(model: Any, context: RankContext) -> None:
     optimizer = adamw(model)
     for step, route in enumerate(([0, 1, 2, 3, 4], [0], [0, 1], [0, 1, 2, 3, 4])):
         model.route = route
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(step))
         model.clip_grad_norm_(0.01)
         optimizer.step()
 
@@ -88,7 +87,7 @@ def _scale_losses(model: Any, context: RankContext) -> None:
 def _change_options(model: Any, context: RankContext) -> None:
     optimizer = _fused(model, lr=torch.tensor(0.1))
     for step in range(3):
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(step))
         optimizer.step()
         optimizer.param_groups[0]["lr"] = torch.tensor(0.1) * 0.5**step
 
@@ -96,7 +95,7 @@ def _change_options(model: Any, context: RankContext) -> None:
 def _load_counters(model: Any, context: RankContext) -> None:
     optimizer = _fused(model)
     for step in range(3):
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(step))
         optimizer.step()
         if step == 0:
             state = map_tensors(optimizer.state_dict(), lambda value: value if value.ndim else value.clone())
@@ -123,7 +122,7 @@ def _change_weights(model: Any, call: Call) -> None:
 
 def _twice(steps: Callable[[Any, Call], None], model: Any, context: RankContext) -> None:
     for step in range(2):
-        steps(model, Call(step, context.rank, context.world_size, 1.0))
+        steps(model, context.call(step))
 
 
 @on_ranks()
@@ -207,7 +206,7 @@ def test_events_order_the_copies_of_a_single_unit(context: RankContext, trains: 
 def test_a_part_of_the_state_stays_on_the_device(context: RankContext, scenario: str, budget: str) -> None:
     """The first units' state; the results are the same, with backward in a thread of its own."""
     with simulated_device(), backward_elsewhere(), _small_chunks(scenario):
-        resident = sharded(scenario, BF16, weight_slots=2)
+        resident = sharded(scenario, BF16, **RESIDENT)
         train(resident, scenario, context)
         model = sharded(scenario, BF16, **OFFLOAD, device_budget=budget)
         with late(model):
@@ -250,7 +249,7 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, around: Cal
 
         def step(number: int) -> None:
             for part in range(2):
-                stack_step(model, Call(2 * number + part, context.rank, context.world_size, 1.0))
+                stack_step(model, context.call(2 * number + part))
             if number % 2:
                 model.clip_grad_norm_(0.1)
             else:

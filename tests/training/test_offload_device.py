@@ -31,10 +31,22 @@ from streamshard.optim import update_parameters
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, adamw, assert_same, built, case, engine_inside, full_grads, full_weights, seed
-from tests.scenarios import BF16
+from tests.reference import (
+    EXACT,
+    FP32,
+    Trouble,
+    adamw,
+    assert_same,
+    built,
+    case,
+    engine_inside,
+    full_grads,
+    full_weights,
+    seed,
+)
+from tests.scenarios import BF16, OFFLOAD, RESIDENT
 from tests.simulated import late, simulated_device
-from tests.training.test_offload_events import OFFLOAD, RESIDENT, device_of
+from tests.training.test_offload_events import device_of
 
 META = torch.device("meta")
 
@@ -93,10 +105,6 @@ def test_generate_and_evaluation_work_as_without_offload(context: RankContext) -
         assert_same(_generated(context, **OFFLOAD), resident, "tokens and logits", EXACT)
 
 
-class _Stop(Exception):
-    """Ends a forward that has begun."""
-
-
 class _Moves(TorchDispatchMode):
     """Notes of each copy to META whether nobody waits for it."""
 
@@ -115,7 +123,7 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
     """It would wait for all kernels of the pass before."""
 
     def stop(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        raise _Stop(inputs[0].device)
+        raise Trouble(inputs[0].device)
 
     with device_of(context):
         model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
@@ -123,7 +131,7 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
         host = engine_inside(model).host
         assert host is not None
         host.device = META  # else a copy to the played device is none
-        with _Moves() as moves, pytest.raises(_Stop, match="meta"):
+        with _Moves() as moves, pytest.raises(Trouble, match="meta"):
             model(vector_batch(0, 0))
     assert moves.are_non_blocking == [True]
 
@@ -189,7 +197,6 @@ def test_lists_of_gradients_may_lie_on_both_sides(context: RankContext) -> None:
 
 # -- recipes of docs/guide/host_memory.md: activations in host memory, checkpoints in both directions -----------------
 
-TWO_SLOTS: dict[str, Any] = {"weight_slots": 2}  # their number changes the order of sums
 STEPS = 3
 
 
@@ -238,7 +245,7 @@ def _compare_activations(context: RankContext, while_training: Callable[[Any], A
     """Of each layer its input is copied, and no weight."""
     _Counted.shapes = []
     with mock.patch.object(torch.autograd.graph, "save_on_cpu", _Counted):
-        resident = _sharded(Stack, TWO_SLOTS, context)
+        resident = _sharded(Stack, RESIDENT, context)
         _train(resident, adamw(resident), context)
         assert _Counted.shapes == []
         model = _sharded(LongContext, OFFLOAD, context)
@@ -270,7 +277,7 @@ def test_a_run_goes_on_with_its_state_in_the_other_memory(context: RankContext, 
         _train(model, optimizer, context)
         save_checkpoint(tmp_path, model, optimizer)
         _train(model, optimizer, context, range(STEPS, 2 * STEPS))
-        other = _sharded(Stack, TWO_SLOTS, context)
+        other = _sharded(Stack, RESIDENT, context)
         optimizer = adamw(other)
         _train(other, optimizer, context, [17])  # which the checkpoint replaces
         load_checkpoint(tmp_path, other, optimizer)
@@ -288,7 +295,7 @@ def test_moments_never_lie_on_the_device_when_they_are_loaded(context: RankConte
         given.extend(each.device for own in state["state"].values() for each in own.values() if each.ndim)
 
     with device_of(context):
-        model, other = (_sharded(Stack, settings, context) for settings in (TWO_SLOTS, OFFLOAD))
+        model, other = (_sharded(Stack, settings, context) for settings in (RESIDENT, OFFLOAD))
         optimizer, others = adamw(model), adamw(other)
         others.register_load_state_dict_pre_hook(note)
         _train(model, optimizer, context)

@@ -23,10 +23,8 @@ from streamshard.core import late_step
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, adamw, assert_same, built, full_grads, full_weights
+from tests.scenarios import OFFLOAD, RESIDENT
 from tests.simulated import late, simulated_device
-
-RESIDENT: dict[str, Any] = {"weight_slots": 2}
-OFFLOAD: dict[str, Any] = {"offload": "state"}
 
 
 class Run:

@@ -26,7 +26,6 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
-    Call,
     adamw,
     assert_same,
     assert_trains_like_plain,
@@ -196,7 +195,7 @@ def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
 ) -> None:
     model = StreamShard(built(FORMS[form]), precision=FP32)
     optimizer = adamw(model)
-    stack_step(model, Call(0, context.rank, 2, 1.0))
+    stack_step(model, context.call(0))
     optimizer.step()
     save_checkpoint(tmp_path, model, optimizer)
     weight = model.layers[0].base.weight  # classes of bitsandbytes copy in a way of their own

@@ -84,7 +84,7 @@ def train_beside(context: RankContext, mixed: Mixed, model: nn.Module, tolerance
     optimizer = adamw(model)
     for number in range(steps):
         wanted = mixed.step(number, context.world_size)
-        found = lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+        found = lm_step(model, context.call(number))
         assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}", tolerance)
         grads = {name: grad for name, grad in full_grads(model).items() if name in mixed.main}
         assert_same(grads, {name: p.grad for name, p in mixed.main.items()}, "gradients", tolerance)
@@ -319,7 +319,7 @@ def test_listed_modules_compute_in_fp32(context: RankContext) -> None:
     for entries, parts in LISTED:
         model = StreamShard(Gated(), precision=Precision(fp32_modules=entries))
         assert in_fp32(model) == {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
-        stack_step(model, Call(0, context.rank, 2, 1.0))
+        stack_step(model, context.call(0))
     for entry, said in (("nor", "'nor'"), ("layers.9", "'layers.9'"), (nn.BatchNorm1d, "of class BatchNorm1d")):
         with pytest.raises(ConfigError, match=f"Gated has no module or parameter {said}"):
             StreamShard(Gated(), precision=Precision(fp32_modules=[entry]))
@@ -357,7 +357,7 @@ def test_batch_norm_trains_in_a_half_precision_model(context: RankContext) -> No
     plain: Any = built(NormStack)
     model: Any = sharded_model(NormStack, precision="bf16")
     assert in_fp32(model) == {name for name, _ in model.named_parameters() if name.startswith("norms")}
-    call = Call(0, context.rank, context.world_size, 1.0)
+    call = context.call(0)
     stack_step(model, call)
     stack_step(plain, call)
     means = {name: buffer for name, buffer in model.named_buffers() if "running_mean" in name}

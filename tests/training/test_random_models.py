@@ -26,6 +26,7 @@ from tests.reference import (
     assert_trains_like_plain,
     built,
     full_weights,
+    no_sync,
     sgd,
 )
 from tests.scenarios import RoutedStack, over_sockets
@@ -133,8 +134,7 @@ def _train_step(program: Program, model: Any, call: Call) -> Tensor:
     step, loss = program.steps[call.step], torch.zeros(())
     for number, part in enumerate(step.parts):
         model.route, model.reentrant = part.places(program.depth, call.rank), part.reentrant
-        is_quiet = part.is_quiet and number < len(step.parts) - 1 and isinstance(model, StreamShard)
-        with model.no_sync() if is_quiet else contextlib.nullcontext():
+        with no_sync(model, part.is_quiet and number < len(step.parts) - 1):
             x = vector_batch(10 * call.step + number, call.rank).requires_grad_(part.reentrant is True)
             loss = model(x).square().mean()
             for is_last in (False, True) if part.is_twice and not part.reentrant else (True,):
@@ -162,7 +162,7 @@ def _run_in_host_memory(context: RankContext, program: Program) -> None:
             with late(model):
                 for number, step in enumerate(program.steps):
                     _prepare(program, model, number)
-                    _train_step(program, model, Call(number, context.rank, context.world_size, 1.0))
+                    _train_step(program, model, context.call(number))
                     if step.clips:
                         model.clip_grad_norm_(0.1)
                     optimizer.step()

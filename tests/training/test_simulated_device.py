@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard import Precision, StreamShard
 from streamshard.checkpoint.disk_layout import TensorPiece
@@ -22,15 +21,17 @@ from streamshard.errors import ShardingError
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     FP32,
-    Call,
+    NEAR,
     Operators,
     Tolerance,
     adamw,
     assert_same,
     engine_inside,
     full_weights,
+    mesh_2d,
     stack_step,
 )
 from tests.scenarios import ADDING, BF16, PRECISIONS, RoutedStack, reference, sharded, train
@@ -44,7 +45,6 @@ from tests.simulated import (
     simulated_device,
 )
 
-ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "ZeRO-3, fp32": (FP32, {}),
     "ZeRO-3": (BF16, {}),
@@ -52,7 +52,6 @@ SETTINGS: dict[str, tuple[Precision, dict[str, Any]]] = {
     "3 slots": (BF16, {"weight_slots": 3}),
     "several layers": (BF16, {"min_unit_size": 600}),
 }
-NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
 # Sums in bf16 are rounded in another order than the CPU's transports, which widen before they add.
 OWN_SUMS = Tolerance(2e-2, 2e-2)
 
@@ -113,10 +112,6 @@ def test_every_precision_is_reduced_right(context: RankContext, precision: str) 
     assert bool(streams.in_place["_reduce_scatter_base_"]) is (precision != "16-bit wire")
 
 
-def _mesh(replicate: int, shard: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
-
-
 @on_ranks(4)
 @pytest.mark.parametrize(("shape", "slots"), [((2, 2), ALL_SLOTS), ((4, 1), {})])
 def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, int], slots: dict[str, Any]) -> None:
@@ -126,7 +121,7 @@ def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, 
     allocator would reuse the memory at once, if ``record_stream`` did not tell it to wait.
     """
     with simulated_device() as device, checking_streams(device) as checker:
-        model = sharded("a kept graph", BF16, mesh=_mesh(*shape), keep_main_grads=True, **slots)
+        model = sharded("a kept graph", BF16, mesh=mesh_2d(*shape), keep_main_grads=True, **slots)
         with checker.of(model):
             train(model, "a kept graph", context)
     engine = engine_inside(model)
@@ -171,8 +166,8 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext) -> None:
 
         def step(number: int) -> None:
             with model.no_sync():
-                stack_step(model, Call(2 * number, context.rank, 2, 1.0))
-            stack_step(model, Call(2 * number + 1, context.rank, 2, 1.0))
+                stack_step(model, context.call(2 * number))
+            stack_step(model, context.call(2 * number + 1))
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -207,10 +202,10 @@ def test_forward_and_backward_wait_once_each_for_main_weights(context: RankConte
     """Before their first all-gathers, which cast the weights."""
     with simulated_device():
         model: Any = sharded("unequal layers", BF16)
-        stack_step(model, Call(0, context.rank, 2, 1.0))
+        stack_step(model, context.call(0))
         engine, order = engine_inside(model), _Order()
         with engine.streams.observed_by(order):
-            stack_step(model, Call(1, context.rank, 2, 1.0))
+            stack_step(model, context.call(1))
     units = engine.order.order
     assert [line for line in order.lines if line in ("a wait", *units)] == ["a wait", *units, "a wait", 3, 2, 1]
 
@@ -276,8 +271,8 @@ def test_gradients_that_come_on_other_streams_are_in_time(context: RankContext, 
             for number in range(3):
                 if number != 1:
                     with model.no_sync():
-                        stack_step(model, Call(2 * number, context.rank, context.world_size, 1.0))
-                stack_step(model, Call(2 * number + 1, context.rank, context.world_size, 1.0))
+                        stack_step(model, context.call(2 * number))
+                stack_step(model, context.call(2 * number + 1))
                 optimizer.step()
                 optimizer.zero_grad()
     assert checker.leaves == {side, device.compute}
@@ -322,6 +317,6 @@ def test_a_step_is_not_captured_in_a_graph(context: RankContext) -> None:
         model = sharded("unequal layers", BF16)
         device.is_capturing = True
         with pytest.raises(ShardingError, match='captured in a device graph.*mode="reduce-overhead"'):
-            stack_step(model, Call(0, context.rank, 2, 1.0))
+            stack_step(model, context.call(0))
         device.is_capturing = False
-        stack_step(model, Call(0, context.rank, 2, 1.0))
+        stack_step(model, context.call(0))

@@ -54,6 +54,7 @@ from tests.reference import (
     difference,
     full_weights,
     let_dynamo_look,
+    no_sync,
     piece_of,
 )
 from tests.simulated import simulated_device
@@ -165,8 +166,7 @@ def _train(
             rows = rows.chunk(world.dp.size())[world.dp.get_local_rank()]
         parts = rows.chunk(micro_batches)
         for number, part in enumerate(parts):
-            waits = number + 1 < len(parts) and isinstance(model, StreamShard)
-            with model.no_sync() if waits else contextlib.nullcontext():
+            with no_sync(model, number + 1 < len(parts)):
                 loss = F.cross_entropy(model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()) / len(parts)
                 loss.backward()
         norms.append(float(clip(model, step)))
