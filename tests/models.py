@@ -181,6 +181,48 @@ class TinyLM(nn.Module):
         return x
 
 
+class UsingLM(TinyLM):
+    """A `TinyLM` that uses its embedding and its head as `uses` says.
+
+    Args:
+        config: sizes.
+        embedding: makes the embedding.
+        **uses: by place, functions of the model and a tensor. "embed" and "head" replace theirs; what "first" (of the
+            model alone), "between" (behind the first block) and "last" (of the tokens) return is added.
+    """
+
+    def __init__(
+        self,
+        config: TinyConfig | None = None,
+        embedding: Callable[[int, int], nn.Module] = nn.Embedding,
+        **uses: Callable[..., Any],
+    ) -> None:
+        super().__init__(config)
+        self.embedding: Any = embedding(self.config.vocabulary, self.config.dim)
+        if self.config.tied:
+            self.head.weight = self.embedding.weight
+        self.uses = uses
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """[rows, length] tokens -> [rows, length, vocabulary] logits"""
+        penalty = self._use("first", lambda m: 0.0)
+        x = self._use("embed", lambda m, tokens: m.embedding(tokens), tokens)
+        x = self.run_blocks(x + self.positions[: tokens.shape[1]], mask)
+        out: Tensor = self._use("head", lambda m, x: m.head(x), self.norm(x)) * self.scale
+        return out + penalty + self._use("last", lambda m, tokens: 0.0, tokens)
+
+    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The blocks one after another, and what is between them."""
+        x = self.blocks[0](x, mask=mask)
+        x = x + self._use("between", lambda m, x: 0.0, x)
+        for block in self.blocks[1:]:
+            x = block(x, mask=mask)
+        return x
+
+    def _use(self, place: str, otherwise: Callable[..., Any], *values: Tensor) -> Any:
+        return self.uses.get(place, otherwise)(self, *values)
+
+
 class Adapter(nn.Module):
     """A frozen linear layer with a trainable low-rank update, as LoRA has it."""
 

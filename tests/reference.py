@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -89,6 +90,21 @@ def failing(module: Any, error: type[BaseException] = Trouble, *, backward: bool
         yield
     finally:
         hook.remove()
+
+
+@contextlib.contextmanager
+def counted(owner: Any, name: str) -> Iterator[list[bool]]:
+    """For each call of `owner`'s function `name`: whether it returns something. No argument is kept."""
+    function = getattr(owner, name)
+    calls: list[bool] = []
+
+    def call(*args: Any) -> Any:
+        result = function(*args)
+        calls.append(result is not None)
+        return result
+
+    with mock.patch.object(owner, name, call):
+        yield calls
 
 
 def mesh_2d(replicate: int, shard: int) -> DeviceMesh:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import plan
 from streamshard.errors import CommunicationError, ShardingError
 from streamshard.planning.memory import Category
-from tests.models import DIM, TinyConfig, TinyLM, token_batch
+from tests.models import DIM, TinyConfig, UsingLM, token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -43,39 +43,17 @@ class _Scaled(nn.Embedding):
         return rows * self.weight.square().mean() if self.scales else rows
 
 
-class Reader(TinyLM):
-    """A language model that uses its embedding and its head as `uses` says. An odd number of blocks has other slots."""
-
-    def __init__(self, depth: int = 4, **uses: Callable[..., Any]) -> None:
-        super().__init__(TinyConfig(vocabulary=256, depth=depth))  # larger than a block
-        self.embedding = _Scaled(self.config.vocabulary, self.config.dim)
-        self.second = nn.Linear(self.config.dim, self.config.vocabulary, bias=False)
-        self.uses = uses
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        penalty = self._use("first", lambda m: 0.0)
-        x = self._use("embed", lambda m, tokens: m.embedding(tokens), tokens)
-        x = self.run_blocks(x + self.positions[: tokens.shape[1]], mask)
-        out: Tensor = self._use("head", lambda m, x: m.head(x), self.norm(x)) * self.scale
-        return out + penalty + self._use("last", lambda m, tokens: 0.0, tokens)
-
-    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        x = self.blocks[0](x, mask=mask)
-        x = x + self._use("between", lambda m, x: 0.0, x)
-        for block in self.blocks[1:]:
-            x = block(x, mask=mask)
-        return x
-
-    def _use(self, place: str, otherwise: Callable[..., Any], *values: Tensor) -> Any:
-        return self.uses.get(place, otherwise)(self, *values)
+def _reader(depth: int = 4, **uses: Callable[..., Any]) -> UsingLM:
+    """Its embedding and head are larger than a block. An odd number of blocks has other slots."""
+    return UsingLM(TinyConfig(vocabulary=256, depth=depth), _Scaled, **uses)
 
 
-def _scale(model: Reader) -> float:
+def _scale(model: UsingLM) -> float:
     model.embedding.scales = True
     return 0.0
 
 
-def _in_chunks(model: Reader, x: Tensor) -> Tensor:
+def _in_chunks(model: UsingLM, x: Tensor) -> Tensor:
     parts = [checkpoint(F.linear, part, model.head.weight, use_reentrant=False) for part in x.unbind()]
     return torch.stack([part for part in parts if part is not None])
 
@@ -107,7 +85,7 @@ def _ends(model: nn.Module) -> set[str]:
 def test_ends_take_turns_where_the_order_of_uses_allows(context: RankContext) -> None:
     """Losses, gradients and weights are plain PyTorch's, whatever reads the weights. With three slots over sockets."""
     for number, (name, (uses, wanted)) in enumerate(PROGRAMS.items()):
-        build, slots = functools.partial(Reader, 4 + number % 2, **uses), 2 + number // 2 % 2
+        build, slots = functools.partial(_reader, 4 + number % 2, **uses), 2 + number // 2 % 2
         settings: dict[str, Any] = {"steps": 4, "checked": (2, 3), "weight_slots": slots}
         with case(name), over_sockets() if slots == 3 else contextlib.nullcontext():
             assert _ends(assert_trains_like_plain(context, build, lm_step, **settings)) == wanted
@@ -141,7 +119,7 @@ def _change(uses: dict[str, Callable[..., Any]]) -> Callable[[nn.Module, int], N
 def test_an_end_that_is_used_otherwise_later_trains_like_plain_or_raises(context: RankContext) -> None:
     for number, (name, (uses, weight)) in enumerate(LATER.items()):
         train = functools.partial(
-            assert_trains_like_plain, context, functools.partial(Reader, 4 + number % 2), lm_step,
+            assert_trains_like_plain, context, functools.partial(_reader, 4 + number % 2), lm_step,
             steps=5, checked=(3, 4), prepare=_change(uses),
         )  # fmt: skip
         with case(name):
@@ -167,7 +145,7 @@ def test_another_call_on_one_rank_alone_raises(context: RankContext, name: str) 
         model.uses = PROGRAMS[name][0] if call.step >= 3 and call.rank == 1 else {}
         return lm_step(model, call)
 
-    train = functools.partial(assert_trains_like_plain, context, Reader, step, steps=5, checked=(3, 4))
+    train = functools.partial(assert_trains_like_plain, context, _reader, step, steps=5, checked=(3, 4))
     if name != "an early exit":
         train(resident=["embedding"])
     with pytest.raises(CommunicationError, match="ranks do not do the same"):
@@ -183,7 +161,7 @@ def _train(model: nn.Module, steps: int) -> None:
 @on_ranks(2)
 def test_the_slots_of_embedding_and_head_are_freed(context: RankContext) -> None:
     """The report and the plan count two slots from then on. The plan expects it, so it is right before, too."""
-    model = sharded_model(_tiny)
+    model = sharded_model(_reader)
     slots = str(Category.WEIGHT_SLOTS.value)
     before = model.memory_report().held_bytes[slots]
     _train(model, 3)
@@ -192,18 +170,14 @@ def test_the_slots_of_embedding_and_head_are_freed(context: RankContext) -> None
     root, embedding, block, *_, head = unit_bytes
     assert embedding == head > block > 0
     assert (before, after) == (root + embedding + 2 * block + head, root + head + block)
-    planned = plan(_tiny, context.world_size, precision=FP32).stages[0].memory.held_bytes
+    planned = plan(_reader, context.world_size, precision=FP32).stages[0].memory.held_bytes
     assert planned[slots] == after
-
-
-def _tiny() -> TinyLM:
-    return TinyLM(TinyConfig(vocabulary=256))
 
 
 @on_ranks(2)
 def test_ends_take_turns_once_no_graph_waits_on_any_rank(context: RankContext) -> None:
     """Rank 1 keeps the loss of its first step for two more steps, so its graph may have views of the weights."""
-    model = sharded_model(Reader)
+    model = sharded_model(_reader)
     tokens = token_batch(0, context.rank)
     kept = [model(tokens)] if context.rank == 1 else [model(tokens).detach()]
     _train(model, 3)
@@ -215,7 +189,7 @@ def test_ends_take_turns_once_no_graph_waits_on_any_rank(context: RankContext) -
 
 @on_ranks(2)
 def test_a_second_backward_through_a_graph_from_before_raises(context: RankContext) -> None:
-    model = sharded_model(Reader)
+    model = sharded_model(_reader)
     loss = model(token_batch(0, context.rank)).square().mean()
     loss.backward(retain_graph=True)
     model.zero_grad()
@@ -224,7 +198,7 @@ def test_a_second_backward_through_a_graph_from_before_raises(context: RankConte
     with pytest.raises(ShardingError, match=r"goes through a forward from before .*resident=\['embedding', 'head'\]"):
         loss.backward()
     _train(model, 1)
-    resident = sharded_model(Reader, resident=["embedding", "head"])
+    resident = sharded_model(_reader, resident=["embedding", "head"])
     loss = resident(token_batch(0, context.rank)).square().mean()
     loss.backward(retain_graph=True)
     _train(resident, 2)
@@ -241,7 +215,7 @@ def test_a_view_that_an_evaluation_takes_before_the_blocks_raises(context: RankC
 
     tokens = token_batch(0, context.rank)
     for resident in ([], ["head"]):
-        model = sharded_model(Reader, resident=resident)
+        model = sharded_model(_reader, resident=resident)
         _train(model, 3)
         full = full_weights(model)["head.weight"]
         model.uses = {"first": keep, "head": lambda m, x: x @ m.kept[0].t()}
@@ -289,7 +263,7 @@ def test_a_first_layer_whose_input_needs_a_gradient_later_trains_like_plain(cont
 
 @on_ranks(2)
 def test_tokens_that_change_before_backward_raise_as_in_plain_pytorch(context: RankContext) -> None:
-    model = sharded_model(_tiny)
+    model = sharded_model(_reader)
     for number in range(4):
         tokens = token_batch(number, context.rank)
         loss = model(tokens).square().mean()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import ShardingError
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit_grads import UnitGrads
-from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch
+from tests.models import TinyConfig, UsingLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, Step, assert_trains_like_plain, case, lm_step, sharded_model
+from tests.reference import Call, Step, assert_trains_like_plain, case, counted, lm_step, sharded_model
 from tests.scenarios import BF16
 from tests.simulated import checking_streams, simulated_device
 
@@ -31,19 +30,8 @@ def _rows(model: Any, tokens: Tensor) -> Tensor:
     return rows
 
 
-class _Tied(TinyLM):
-    """Looks up rows, and predicts, by these functions; they may look at `is_late`, see `_from_step_2`."""
-
-    is_late = False
-
-    def __init__(self, embed: _Use = _rows, predict: _Use = lambda model, x: model.head(x)) -> None:
-        super().__init__(TinyConfig(tied=True))
-        self.uses = embed, predict
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        embed, predict = self.uses
-        x = embed(self, tokens) + self.positions[: tokens.shape[1]]
-        return predict(self, self.norm(self.run_blocks(x, mask))) * self.scale
+# Uses may look at `is_late`, see `_from_step_2`.
+_tied = functools.partial(UsingLM, TinyConfig(tied=True))
 
 
 def _twice(model: Any, tokens: Tensor) -> Tensor:
@@ -113,30 +101,22 @@ class _Way(NamedTuple):
 
 
 WAYS = {
-    "a head": _Way(_Tied, True),
-    "rows looked up twice": _Way(lambda: _Tied(_twice), True),
-    "rows looked up by a function": _Way(lambda: _Tied(lambda model, t: F.embedding(t, model.embedding.weight)), True),
-    "a head in chunks": _Way(lambda: _Tied(predict=_in_chunks), True),
-    "two passes": _Way(_Tied, True, _two_passes),
-    "a kept graph": _Way(_Tied, True, _kept_graph),
-    "a hook with a view of the weight": _Way(lambda: _Tied(_hooked), False),
-    "a recomputed embedding": _Way(lambda: _Tied(_recomputed), False),
-    "chunks in reentrant checkpoints": _Way(lambda: _Tied(predict=_in_reentrant_chunks), False),
-    "a second head": _Way(lambda: _Tied(predict=_by_two_heads), False),
+    "a head": _Way(_tied, True),
+    "rows looked up twice": _Way(lambda: _tied(embed=_twice), True),
+    "rows looked up by a function": _Way(
+        lambda: _tied(embed=lambda model, t: F.embedding(t, model.embedding.weight)), True
+    ),
+    "a head in chunks": _Way(lambda: _tied(head=_in_chunks), True),
+    "two passes": _Way(_tied, True, _two_passes),
+    "a kept graph": _Way(_tied, True, _kept_graph),
+    "a hook with a view of the weight": _Way(lambda: _tied(embed=_hooked), False),
+    "a recomputed embedding": _Way(lambda: _tied(embed=_recomputed), False),
+    "chunks in reentrant checkpoints": _Way(lambda: _tied(head=_in_reentrant_chunks), False),
+    "a second head": _Way(lambda: _tied(head=_by_two_heads), False),
 }
 
 
-@contextlib.contextmanager
-def _counting() -> Iterator[list[int]]:
-    """The number of gradients that took their weight's place."""
-    counts, begin = [0], Reductions.write_early
-
-    def counted(*args: Any) -> None:
-        counts[0] += 1
-        begin(*args)
-
-    with mock.patch.object(Reductions, "write_early", counted):
-        yield counts
+_counting = functools.partial(counted, Reductions, "write_early")  # gradients that took their weight's place
 
 
 @on_ranks(2)
@@ -144,15 +124,15 @@ def test_tied_models_train_like_plain(context: RankContext) -> None:
     for name, (build, is_taken, step) in WAYS.items():
         with case(name), _counting() as counts:
             assert_trains_like_plain(context, build, step, checked=(0, 2), steps=4)
-            assert (counts[0] >= 3) is is_taken and (counts[0] == 0) is not is_taken
+            assert (len(counts) >= 3) is is_taken and (len(counts) == 0) is not is_taken
 
 
 @on_ranks(2)
 def test_tied_models_train_like_plain_with_other_slots(context: RankContext) -> None:
     for slots, is_taken in (("all", False), (3, True)):
         with _counting() as counts:
-            assert_trains_like_plain(context, lambda: _Tied(_twice), lm_step, weight_slots=slots)
-        assert (counts[0] > 0) is is_taken
+            assert_trains_like_plain(context, lambda: _tied(embed=_twice), lm_step, weight_slots=slots)
+        assert (len(counts) > 0) is is_taken
 
 
 def _from_step_2(model: Any, number: int) -> None:
@@ -160,11 +140,11 @@ def _from_step_2(model: Any, number: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("uses", [{"embed": _penalised_late}, {"predict": _in_chunks_late}])
+@pytest.mark.parametrize("uses", [{"embed": _penalised_late}, {"head": _in_chunks_late}])
 def test_graphs_that_begin_to_need_the_weight_keep_it(context: RankContext, uses: dict[str, _Use]) -> None:
     with _counting() as counts:
-        assert_trains_like_plain(context, lambda: _Tied(**uses), lm_step, prepare=_from_step_2, steps=4)
-    assert counts[0] == 1
+        assert_trains_like_plain(context, lambda: _tied(**uses), lm_step, prepare=_from_step_2, steps=4)
+    assert len(counts) == 1
 
 
 @on_ranks(2)
@@ -175,14 +155,14 @@ def test_code_that_begins_to_recompute_with_the_weight_raises(context: RankConte
         return (_recomputed if model.is_late else _rows)(model, tokens)
 
     with pytest.raises(ShardingError, match=r"resident=\['head'\]"):
-        assert_trains_like_plain(context, lambda: _Tied(embed), lm_step, prepare=_from_step_2)
-    assert_trains_like_plain(context, lambda: _Tied(embed), lm_step, prepare=_from_step_2, resident=["head"])
+        assert_trains_like_plain(context, lambda: _tied(embed=embed), lm_step, prepare=_from_step_2)
+    assert_trains_like_plain(context, lambda: _tied(embed=embed), lm_step, prepare=_from_step_2, resident=["head"])
 
 
 @on_ranks(2)
 def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankContext) -> None:
     """They read it in this rank's range of the slot. A second backward gathers the weight, and then runs the head."""
-    model = sharded_model(_Tied, precision=BF16)
+    model = sharded_model(_tied, precision=BF16)
     write, pending = UnitGrads.write_early, []
 
     def write_early(grads: Any, *given: Any) -> None:
@@ -203,16 +183,16 @@ def _freeze_at_2(model: Any, number: int) -> None:
 @on_ranks(2)
 def test_a_frozen_weight_has_no_gradient_in_its_place(context: RankContext) -> None:
     with _counting() as counts:
-        assert_trains_like_plain(context, _Tied, lm_step, prepare=_freeze_at_2, steps=4)
-    assert counts[0] == 2
+        assert_trains_like_plain(context, _tied, lm_step, prepare=_freeze_at_2, steps=4)
+    assert len(counts) == 2
 
 
 @on_ranks(2)
 def test_events_order_a_gradient_in_the_place_of_its_weight(context: RankContext) -> None:
     with simulated_device() as device, checking_streams(device) as checker, _counting() as counts:
-        model = sharded_model(lambda: _Tied(_twice), precision=BF16)
+        model = sharded_model(lambda: _tied(embed=_twice), precision=BF16)
         with checker.of(model):
             for step in range(3):
                 lm_step(model, context.call(step))
                 model.zero_grad()
-    assert counts[0] == 2
+    assert len(counts) == 2
