@@ -85,6 +85,24 @@ def stack_of(layer: Callable[[], nn.Module], depth: int = 4) -> Callable[[], Any
     return build
 
 
+class Calling(nn.Module):
+    """Layers of a given class, called by a given function, and a head."""
+
+    def __init__(
+        self, layer: Callable[[], nn.Module], call: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.head = nn.Linear(16, 1)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x)
+        out: Tensor = self.head(x)
+        return out
+
+
 class NormStack(Stack):
     """Layers with batch norm: buffers that training changes."""
 

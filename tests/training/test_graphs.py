@@ -1,11 +1,11 @@
-"""Gradients are a function of the graphs that were differentiated, and of nothing that Python still holds."""
+"""Graphs that sharded models refuse, and memory that goes with the last reference. See `test_programs` too."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
+import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
-from tests.models import Layer, Stack, stack_of, vector_batch
+from streamshard.guards.weights import explain_version
+from tests.models import DIM, Calling, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -37,55 +38,6 @@ from tests.scenarios import RoutedStack
 def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
     loss: Tensor = model(vector_batch(3 * call.step + part, call.rank)).square().mean()
     return loss
-
-
-@contextlib.contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
-    module.requires_grad_(False)
-    yield
-    module.requires_grad_(True)
-
-
-def _frozen_in_backward(model: Any, call: Call) -> Tensor:
-    """Torch gives a parameter no gradient if it is frozen when the backward runs."""
-    loss = _loss(model, call)
-    with _frozen(model.layers[call.step % 4]):
-        return call.backward(loss)
-
-
-def _discriminating(model: Any, call: Call) -> Tensor:
-    """A discriminator accumulates; the generator's turn, for which it is frozen, comes between."""
-    with no_sync(model):
-        call.backward(_loss(model, call))
-        with _frozen(model):
-            x = vector_batch(call.step, call.rank).requires_grad_()
-            call.backward(model(x).square().mean())
-            assert x.grad is not None and bool(x.grad.any())
-    return call.backward(_loss(model, call, 1))
-
-
-def _first_in_first_out(model: Any, call: Call) -> Tensor:
-    """Micro-batches as a pipeline has them: two forwards ahead."""
-    losses = [_loss(model, call, part) for part in range(3)]
-    total = call.backward(losses[0])
-    losses.append(_loss(model, call, 3))
-    return total + sum(call.backward(loss) for loss in losses[1:])
-
-
-PROGRAMS: dict[str, Callable[[Any, Call], Tensor]] = {
-    "frozen in the backward": _frozen_in_backward,
-    "frozen while gradients accumulate": _discriminating,
-    "first in, first out": _first_in_first_out,
-}
-
-
-@on_ranks()
-@each_setting
-def test_graphs_decide_which_parameters_get_gradients_and_add_them_up(context: RankContext, settings: str) -> None:
-    """Gradients are present exactly where plain PyTorch has them so; none is lost or counted twice."""
-    for name, step in PROGRAMS.items():
-        with case(name):
-            assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
 
 
 @on_ranks()
@@ -158,43 +110,6 @@ def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext,
     assert_same(found[0], found[1], "steps inside")
 
 
-def _penalty(model: nn.Module) -> Tensor:
-    total: Tensor = sum(0.1 * param.square().sum() for param in model.parameters())  # type: ignore[assignment]
-    return total
-
-
-@on_ranks()
-@each_setting
-def test_penalties_on_the_parameters_accumulate_with_everything_else(context: RankContext, settings: str) -> None:
-    """A term that autograd adds to the sharded parameters themselves, beside gradients that wait in their slots."""
-    for where in ("in all", "before each", "alone"):
-
-        def step(model: Any, call: Call, where: str = where) -> Tensor:
-            losses = []
-            for part in range(3):
-                with no_sync(model, part < 2):
-                    early = _penalty(model) if where == "before each" else 0.0  # its nodes run last
-                    loss = _loss(model, call, part)
-                    call.backward(loss + early + (_penalty(model) if where == "in all" else 0.0))
-                    if where == "alone" and part == 1:
-                        call.backward(_penalty(model))
-                    losses.append(loss.detach())
-            return torch.stack(losses).sum()
-
-        with case(where):
-            assert_trains_like_plain(context, Stack, step, checked=(0, 2), **SETTINGS[settings])
-
-
-class EnergyLayer(Layer):
-    """A layer that descends an energy of its input; the descent is part of the graph."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.requires_grad_() if x.is_leaf else x
-        energy = super().forward(y).square().sum()
-        (slope,) = torch.autograd.grad(energy, y, create_graph=True)
-        return super().forward(x) - 0.1 * slope
-
-
 class ForceStack(Stack):
     """Forces: the model's forward differentiates through all its layers, with respect to its input."""
 
@@ -214,13 +129,6 @@ def test_a_model_that_differentiates_through_its_layers_raises(context: RankCont
     assert_trains_like_plain(context, ForceStack, stack_step, resident=layers, precision=FP32)
 
 
-@on_ranks()
-@each_setting
-def test_a_layer_may_differentiate_its_activations(context: RankContext, settings: str) -> None:
-    """While the layer runs its weights are in place."""
-    assert_trains_like_plain(context, stack_of(EnergyLayer), stack_step, **SETTINGS[settings])
-
-
 @on_ranks(2)
 def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) -> None:
     """The pass has no collectives to reduce it."""
@@ -238,6 +146,71 @@ def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) 
         model(vector_batch(0, context.rank))
     model.learns = False
     stack_step(model, context.call(0))
+
+
+# -- losses of activations from inside layers --------------------------------------------------------------------------
+
+
+class Stashing(nn.Module):
+    """Keeps an activation from its inside where the user can find it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.outer = nn.Linear(16, 16)
+        self.stash: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stash = torch.tanh(self.inner(x))
+        out: Tensor = x + self.outer(self.stash)
+        return out
+
+
+def _stashing() -> nn.Module:
+    return Calling(Stashing)
+
+
+def _only_inside(model: Any, call: Call) -> Tensor:
+    model(vector_batch(call.step, call.rank))
+    return call.backward(sum(layer.stash.square().mean() for layer in model.layers))  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankContext) -> None:
+    """No gradient comes to the layer's output, so nothing says that backward needs its weights."""
+    model: Any = StreamShard(_stashing(), precision=FP32)
+    call = context.call(0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+            _only_inside(model, call)
+        why = explain_version(raised.value)
+        assert why is not None and re.search(r"a layer by a tensor.*resident=\[layer\]", why), why
+    model(vector_batch(0, context.rank)).square().mean().backward(retain_graph=True)  # has put each layer in place
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model.layers[2].stash.square().mean().backward()
+    assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
+    for slots in ("all", 2):  # with a slot for each layer, weights stay where they are
+        with case(slots):
+            resident = ["layers.3"] if slots == 2 else []
+            assert_trains_like_plain(context, _stashing, _only_inside, resident=resident, weight_slots=slots)
+
+
+class Attending(nn.MultiheadAttention):
+    """Keeps its attention maps."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y, self.maps = super().forward(x, x, x)
+        return x + y
+
+
+@on_ranks(2)
+def test_a_loss_of_attention_maps_alone_raises(context: RankContext) -> None:
+    """Torch names no version where a layer computes with chunks of a weight."""
+    model: Any = StreamShard(Calling(lambda: Attending(DIM, 2)), precision=FP32)
+    model(vector_batch(0, context.rank))
+    with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
+        model.layers[1].maps.square().mean().backward()
+    assert "attention maps" in str(explain_version(raised.value))
 
 
 # -- torch.autograd.grad and backward(inputs=...): of sharded parameters refused, of anything else as ever ------------
@@ -274,35 +247,3 @@ def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: Rank
             param.requires_grad_(name.endswith(trained))
         with pytest.raises(ShardingError, match=f"{trained}' cannot be differentiated again"):
             _loss_of(model, x).backward(create_graph=True)
-
-
-@on_ranks(1, 2)
-def test_gradients_of_inputs_and_activations_are_plain_pytorchs(context: RankContext) -> None:
-    """Through all layers, before a backward of the same graph, which reduces as ever."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        x = vector_batch(call.step, call.rank).requires_grad_()
-        outputs: list[Tensor] = []
-        hook = model.layers[1].register_forward_hook(lambda *given: outputs.append(given[-1]))
-        loss = _loss_of(model, x) * call.weight
-        hook.remove()
-        of_input, of_activation = torch.autograd.grad(loss, [x, outputs[0]], retain_graph=True)
-        assert x.grad is None
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert torch.equal(x.grad, of_input)  # type: ignore[arg-type]  # there is one
-        return (of_input.square().sum() + of_activation.square().sum()).detach() / call.weight**2
-
-    assert_trains_like_plain(context, Stack, step)
-
-
-@on_ranks(1, 2)
-def test_a_penalty_on_gradients_of_inputs_trains_with_slots_for_all_layers(context: RankContext) -> None:
-    """As the error says; taken outside of the forward."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        x = vector_batch(call.step, call.rank).requires_grad_()
-        loss = _loss_of(model, x)
-        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        return call.backward(loss + 0.1 * slope.square().sum())
-
-    assert_trains_like_plain(context, Stack, step, weight_slots="all")

@@ -1,4 +1,4 @@
-"""Models: units given in every form, layers of unequal sizes, shared weights, recurrent layers."""
+"""Models: units given in every form, recurrent layers, large modules beside the layers, small layers put together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, RankMismatchError
-from tests.models import DIM, Block, Layer, Stack, TinyConfig, TinyLM
+from tests.models import DIM, Block, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -50,34 +50,6 @@ def test_units_can_be_given_in_every_form(context: RankContext) -> None:
     mixed = ["head", "blocks.1", "blocks.2.attention"]
     model = assert_trains_like_plain(context, TinyLM, lm_step, units=mixed)
     assert sorted(_units(model)) == sorted(mixed)
-
-
-def _smaller_than_ranks() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 1), *(Layer(1, 1, bias=False) for _ in range(3)), nn.LayerNorm(1))
-
-
-class WeightShared(Stack):
-    """Layers 0 and 3 have the same weight, layers 1 and 2 the same linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: Any = self.layers
-        layers[3].linear.weight = layers[0].linear.weight
-        layers[2].linear = layers[1].linear
-
-
-SHAPES: dict[str, Callable[[], nn.Module]] = {
-    "layers smaller than the number of ranks": _smaller_than_ranks,
-    "a weight of two layers": WeightShared,
-}
-
-
-@on_ranks(3)
-def test_models_of_every_shape_train_like_plain_pytorch(context: RankContext) -> None:
-    """Slots fit the largest layer; what lies outside of the layers belongs to the root unit."""
-    for name, build in SHAPES.items():
-        with case(name):
-            assert_trains_like_plain(context, build, stack_step)
 
 
 class Flat(nn.LSTM):
