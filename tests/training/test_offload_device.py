@@ -6,7 +6,6 @@ no tensor of the one meets a tensor of the other.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -45,8 +44,7 @@ from tests.reference import (
     seed,
 )
 from tests.scenarios import BF16, OFFLOAD, RESIDENT
-from tests.simulated import late, simulated_device
-from tests.training.test_offload_events import device_of
+from tests.training.test_offload_events import device_of, lateness
 
 META = torch.device("meta")
 
@@ -241,48 +239,19 @@ def _train(model: Any, optimizer: Any, context: RankContext, steps: Iterable[int
         optimizer.zero_grad()
 
 
-def _compare_activations(context: RankContext, while_training: Callable[[Any], Any]) -> None:
+@on_ranks(1, 2, backend="of accelerator")
+def test_activations_in_host_memory_change_no_bit(context: RankContext) -> None:
     """Of each layer its input is copied, and no weight."""
     _Counted.shapes = []
-    with mock.patch.object(torch.autograd.graph, "save_on_cpu", _Counted):
+    with device_of(context), mock.patch.object(torch.autograd.graph, "save_on_cpu", _Counted):
         resident = _sharded(Stack, RESIDENT, context)
         _train(resident, adamw(resident), context)
         assert _Counted.shapes == []
         model = _sharded(LongContext, OFFLOAD, context)
-        with while_training(model):
+        with lateness(context, model):
             _train(model, adamw(model), context)
-    assert _Counted.shapes == [(4, DIM)] * len(model.layers) * STEPS
-    assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
-
-
-@on_ranks(1, 2)
-def test_activations_in_host_memory_change_no_bit(context: RankContext) -> None:
-    with simulated_device():
-        _compare_activations(context, late)
-
-
-@pytest.mark.gpu
-@on_ranks(1, 2, backend="nccl")
-def test_activations_in_host_memory_change_no_bit_on_a_gpu(context: RankContext) -> None:
-    """The memory is pinned here."""
-    _compare_activations(context, lambda _: contextlib.nullcontext())
-
-
-@on_ranks(2)
-def test_a_run_goes_on_with_its_state_in_the_other_memory(context: RankContext, tmp_path: Path) -> None:
-    """To the bit. A late step is due when the checkpoint is saved. The next test loads in the other direction."""
-    with simulated_device():
-        model = _sharded(Stack, OFFLOAD, context)
-        optimizer = adamw(model)
-        _train(model, optimizer, context)
-        save_checkpoint(tmp_path, model, optimizer)
-        _train(model, optimizer, context, range(STEPS, 2 * STEPS))
-        other = _sharded(Stack, RESIDENT, context)
-        optimizer = adamw(other)
-        _train(other, optimizer, context, [17])  # which the checkpoint replaces
-        load_checkpoint(tmp_path, other, optimizer)
-        _train(other, optimizer, context, range(STEPS, 2 * STEPS))
-        assert_same(full_weights(other), full_weights(model), "weights", EXACT)
+        assert _Counted.shapes == [(4, DIM)] * len(model.layers) * STEPS
+        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
 
 
 @on_ranks(1, 2, backend="of accelerator")

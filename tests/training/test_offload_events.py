@@ -65,8 +65,9 @@ def device_of(context: RankContext) -> Iterator[None]:
         yield
 
 
-def lateness(run: Run) -> Any:
-    return late(run.model) if run.context.device.type == "cpu" else contextlib.nullcontext()
+def lateness(context: RankContext, model: Any) -> Any:
+    """Copies and collectives of `model` are late, on a simulated device."""
+    return late(model) if context.device.type == "cpu" else contextlib.nullcontext()
 
 
 Event = Callable[[Run], Any]
@@ -75,7 +76,7 @@ Event = Callable[[Run], Any]
 def outcome(run: Run, events: tuple[Event, ...]) -> dict[str, Any]:
     """What each event gives, and where training is afterwards."""
     found: dict[str, Any] = {}
-    with lateness(run):
+    with lateness(run.context, run.model):
         run.step(2)
         for event in events:
             seen = event(run)
@@ -240,14 +241,6 @@ def _saved(run: Run, directory: Path, *, wait: bool) -> None:
     streamshard.load_checkpoint(saved.wait(), run.model, run.optimizer)
 
 
-def _frozen(run: Run) -> None:
-    for layer in (0, 2):
-        run.model.layers[layer].requires_grad_(False)
-        run.step()
-        run.model.layers[layer].requires_grad_(True)
-        run.step()
-
-
 def _graph_kept(run: Run) -> Any:
     """A backward whose forward was before the step raises, with or without offload."""
     loss = run.loss()
@@ -277,7 +270,7 @@ EVENTS: dict[str, tuple[Event, ...]] = {
         *(_multiplied_by_a_number_that_changes, _norms_kept, _step_in_backward),
     ),
     "state": (_read, _weights_written, _state_loaded, _full_state, _state_cleared),
-    "loop": (_hooks, _graph_kept, _frozen, _options_in_place),
+    "loop": (_hooks, _graph_kept, _options_in_place),
 }
 
 
