@@ -128,8 +128,30 @@ def _penalty_inside(model: Any) -> None:
         _loss(model)
 
 
+class Adaptive(Stack):
+    """Returns a copy of its last weight, with which it computes."""
+
+    def forward(self, x: Tensor) -> Any:
+        """[rows, DIM] -> [rows, 1], [1, DIM]"""
+        for layer in self.layers:
+            x = layer(x)
+        copied = self.head.weight.clone()
+        return nn.functional.linear(x, copied, self.head.bias), copied
+
+
+def _differentiate_by_a_copy(_: Any) -> None:
+    """As VQGAN does to weigh losses."""
+    model: Any = StreamShard(Adaptive(), precision=FP32)
+    out, copied = model(vector_batch(0, 0))
+    (slope,) = torch.autograd.grad(out.square().mean(), copied, retain_graph=True)
+    out.square().mean().backward()
+    torch.testing.assert_close(slope.norm(), model.head.weight.grad.norm())
+
+
 ADVICE = {
     "a change between forward and backward": Advice(_change_between, "run the backward first", _change_before),
+    "a gradient of a weight": Advice(lambda m: torch.autograd.grad(_loss(m), m.head.weight),
+                                     r"copy = weight\.clone\(\), and return the copy", _differentiate_by_a_copy),
     "torch.func": Advice(lambda m: torch.func.jvp(m, (vector_batch(0, 0),), (vector_batch(1, 0),)),
                          "forward-mode torch.autograd.forward_ad", _forward_mode),
     "TorchScript": Advice(lambda m: StreamShard(_scripted(nn.Linear(1, 1))), "Scripted functions and modules without",

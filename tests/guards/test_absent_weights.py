@@ -342,29 +342,3 @@ def test_a_registered_method_is_a_forward(context: RankContext) -> None:
         return call.backward(model.encode(x, scale=2.0).square().mean() + model.layers[1].halve(x).mean())
 
     assert_trains_like_plain(context, build, step)
-
-
-class Adaptive(Stack):
-    """Returns a copy of its last weight, with which it computes."""
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.layers:
-            x = layer(x)
-        copy = self.head.weight.clone()
-        return F.linear(x, copy, self.head.bias), copy
-
-
-@on_ranks(2)
-def test_two_losses_are_weighed_by_their_gradients_of_a_weight(context: RankContext) -> None:
-    """As VQGAN does: each rank by its own. The error says how."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        out, copy = model(vector_batch(call.step, call.rank))
-        losses = out.square().mean(), (out - 1.0).abs().mean()
-        if isinstance(model, StreamShard):
-            with pytest.raises(ShardingError, match=r"copy = weight\.clone\(\), and return the copy"):
-                torch.autograd.grad(losses[0], model.head.weight, retain_graph=True)
-        first, second = (torch.autograd.grad(loss, copy, retain_graph=True)[0].norm() for loss in losses)
-        return call.backward(losses[0] + first / second * losses[1])
-
-    assert_trains_like_plain(context, Adaptive, step)
