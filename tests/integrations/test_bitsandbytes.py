@@ -170,6 +170,7 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
     before, shared_before = LiveBytes().held_bytes, shared_bytes(2)
     model = _adapted(_base(path))
     planned = plan(model, 2, transport="shared-memory", precision=_OWN).stages[0]
+    states = [param.quant_state for param in model.parameters() if "quant_state" in vars(param)]
     model = StreamShard(model, precision=_OWN)
     optimizer = adamw(model)
     for number in range(2):  # from the second on, embedding and head take turns with the layers
@@ -178,6 +179,9 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
         optimizer.zero_grad()
     report = model.memory_report()
     assert planned.total_bytes == report.total_bytes + report.adam_bytes
+    scales = [t for each in states for t in (each.absmax, each.code, each.offset, each.state2.absmax, each.state2.code)]
+    assert report.held_bytes["quantization"] == sum(tensor.nbytes for tensor in scales) > 0
+    assert f"{report.numel:,} parameters over" in repr(model) and report.numel == model.num_parameters()
     held = LiveBytes().held_bytes - before + shared_bytes(2) - shared_before
     counters = sum(moment.nbytes for state in optimizer.state.values() for moment in state.values() if not moment.ndim)
     others = counters + sum(buffer.nbytes for buffer in model.buffers())

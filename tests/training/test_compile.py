@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -24,7 +24,6 @@ from tests.reference import (
     Call,
     adamw,
     assert_trains_like_plain,
-    case,
     engine_inside,
     let_dynamo_look,
     only_sharded,
@@ -52,18 +51,11 @@ class Recomputed(Stack):
             yield functools.partial(checkpoint, layer, use_reentrant=False)
 
 
-WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], None]]] = {
-    "checkpointed layers": (Recomputed, _compile_layers),
-}
-
-
 @on_ranks(2)
 def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContext) -> None:
-    """By themselves, in checkpoints, and the whole model, whose graphs break at units."""
+    """Layers in checkpoints, and the whole model, whose graphs break at units."""
     let_dynamo_look()
-    for name, (build, compile_it) in WAYS.items():
-        with case(name):
-            assert_trains_like_plain(context, build, stack_step, prepare=only_sharded(compile_it))
+    assert_trains_like_plain(context, Recomputed, stack_step, prepare=only_sharded(_compile_layers))
     compiled: dict[int, Any] = {}
 
     def step(model: nn.Module, call: Call) -> Tensor:
