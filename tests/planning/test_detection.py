@@ -7,6 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import nn
 from streamshard.conventions import conventions
 from streamshard.planning.discovery import embedding_params, find_units
 from streamshard.planning.structure import params_of, tie_on_meta
-from tests.models import Layer
+from tests.models import Block, Layer, TinyConfig, TinyLM
 
 
 def _units(model: nn.Module, *named: str) -> list[str]:
@@ -98,6 +99,16 @@ def _in(prefix: str, count: int) -> list[str]:
     return [f"{prefix}.{number}" for number in range(count)]
 
 
+LARGE = TinyConfig(vocabulary=160)  # rows of the embedding: 2560 elements, of which a block has 2224
+BLOCKS = _in("blocks", 4)
+
+
+def _never_called() -> nn.Module:
+    model: Any = TinyLM(LARGE)
+    model.head = nn.ParameterDict({"w": torch.randn(160, 16)})
+    return model
+
+
 FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "lists in a list": (
         lambda: Parts(layers=nn.ModuleList(nn.ModuleList([Layer(), nn.Linear(16, 16)]) for _ in range(3))),
@@ -120,6 +131,10 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         lambda: Parts(first=_layers(32, 4096), second=_layers(2, 1024), third=_layers(2, 1023)),
         _in("first", 32) + _in("second", 2),
     ),
+    "large embedding and head": (lambda: TinyLM(LARGE), ["embedding", *BLOCKS, "head"]),
+    "small embedding and head": (TinyLM, BLOCKS),
+    "tied embedding and head": (lambda: TinyLM(replace(LARGE, tied=True)), BLOCKS),
+    "a head that is never called": (_never_called, ["embedding", *BLOCKS]),
     "beside a large embedding": (
         lambda: Parts(embedding=nn.Embedding(9999, 16), encoder=_layers(2), decoder=_layers(3)),
         ["embedding", *_in("encoder", 2), *_in("decoder", 3)],
@@ -127,16 +142,23 @@ FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 }
 
 
-def test_lists_that_are_worth_streaming_are_found() -> None:
-    """A twentieth of the weights, or a million parameters a layer; embeddings are not weights."""
+def test_layers_and_large_modules_beside_them_are_found() -> None:
+    """Lists of a twentieth of the weights, or a million parameters a layer; embeddings are not weights.
+
+    Modules beside the layers are those whose parameters nothing else holds. They begin with slots of their own.
+    """
     for what, (build, names) in FOUND.items():
         with torch.device("meta"):
-            assert _units(build()) == names, what
+            units = find_units(build(), None)[1:]
+        assert [unit.name for unit in units] == names, what
+        ends = [unit.name for unit in units if unit.is_resident and unit.may_join]
+        assert ends == [name for name in names if name in ("embedding", "head")], what
 
 
-def test_classes_can_be_named() -> None:
-    """As for FSDP's transformer_layer_cls_to_wrap: every module of a class of that name, beside modules by theirs."""
-    model = Parts(body=Parts(layers=nn.ModuleList(Layer() for _ in range(3))), head=nn.Linear(16, 4))
-    assert _units(model, "Layer") == _in("body.layers", 3)
-    assert _units(model, "head", "Layer") == [*_in("body.layers", 3), "head"]
+def test_units_can_be_given_in_every_form() -> None:
+    """By class, module or name; by that of a class, as for FSDP's transformer_layer_cls_to_wrap. No other is a unit."""
+    model: Any = TinyLM(LARGE)
+    for given in (Block, [Block], "Block", [*model.blocks], BLOCKS):
+        assert [unit.name for unit in find_units(model, given)[1:]] == BLOCKS, given
+    assert _units(model, "head", "Block") == [*BLOCKS, "head"]
     assert _units(Parts(Linear=nn.LayerNorm(4), other=nn.Linear(4, 4)), "Linear") == ["Linear"]  # a module's name first

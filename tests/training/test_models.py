@@ -1,4 +1,4 @@
-"""Models: units given in every form, recurrent layers, large modules beside the layers, small layers put together."""
+"""Models: units that are given, recurrent layers, small layers put together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, RankMismatchError
-from tests.models import DIM, Block, Stack, TinyConfig, TinyLM
+from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -31,22 +31,9 @@ def _units(model: nn.Module) -> list[str]:
     return [unit.name for unit in engine_inside(model).units[1:]]
 
 
-BLOCKS = [f"blocks.{index}" for index in range(4)]
-UNITS_OF: dict[str, Callable[[Any], Any]] = {
-    "class": lambda model: [Block],
-    "class by name": lambda model: "Block",
-    "modules": lambda model: list(model.blocks),
-    "names": lambda model: BLOCKS,
-}
-
-
 @on_ranks(2)
-def test_units_can_be_given_in_every_form(context: RankContext) -> None:
-    """Each form selects the four blocks. Other modules can be units as well, whatever is left is the root unit."""
-    for form, units_of in UNITS_OF.items():
-        with case(form):
-            model: nn.Module = TinyLM()
-            assert _units(StreamShard(model, units=units_of(model))) == BLOCKS
+def test_any_modules_can_be_units(context: RankContext) -> None:
+    """Whatever is left is the root unit."""
     mixed = ["head", "blocks.1", "blocks.2.attention"]
     model = assert_trains_like_plain(context, TinyLM, lm_step, units=mixed)
     assert sorted(_units(model)) == sorted(mixed)
@@ -103,44 +90,6 @@ def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankCont
             if name != "a weight made of others":  # which would be made outside of a forward
                 model.to("cpu")  # resets what recurrent layers know of their weights
             step(model, context.call(9))
-
-
-# -- large modules beside the layers, small layers put together -------------------------------------------------------
-
-VOCABULARY = 160  # rows of the embedding: 2560 elements, of which a block has 2224
-
-
-class LargeLM(TinyLM):
-    """Embedding and head are larger than a block."""
-
-    def __init__(self, *, tied: bool = False) -> None:
-        super().__init__(TinyConfig(vocabulary=VOCABULARY, tied=tied))
-
-
-def _never_called() -> nn.Module:
-    model = LargeLM()
-    model.add_module("head", nn.ParameterDict({"w": torch.randn(VOCABULARY, DIM)}))
-    return model
-
-
-FOUND: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "large": (LargeLM, ["embedding", *BLOCKS, "head"]),
-    "small": (TinyLM, BLOCKS),
-    "tied": (lambda: LargeLM(tied=True), BLOCKS),
-    "never called": (_never_called, ["embedding", *BLOCKS]),
-}
-
-
-@on_ranks(2)
-def test_large_modules_beside_the_layers_are_units(context: RankContext) -> None:
-    """If nothing else holds their parameters. Each begins with an own slot. Units that are given are all there are."""
-    for name, (build, wanted) in FOUND.items():
-        with case(name):
-            engine = engine_inside(StreamShard(build(), precision=FP32))
-            assert [unit.name for unit in engine.units[1:]] == wanted
-            shared = [name in BLOCKS for name in wanted]
-            assert list(engine.plan.is_streamed) == [False, *shared]
-    assert _units(StreamShard(LargeLM(), units=Block, precision=FP32)) == BLOCKS
 
 
 # -- small layers put together into one unit ---------------------------------------------------------------------------
