@@ -1,23 +1,29 @@
-"""Any elementwise optimizer of torch.optim gives what it gives on the unsharded model; its whole state travels."""
+"""Any elementwise optimizer of torch.optim gives what it gives on the unsharded model; its whole state travels.
+
+If a scaled loss overflows on one rank, all ranks skip the step.
+"""
 
 from __future__ import annotations
 
 import copy
 import io
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from streamshard import StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
+from streamshard import Precision, StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.errors import ShardingError
-from tests.models import Stack
+from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     FP32,
     NEAR,
@@ -28,6 +34,7 @@ from tests.reference import (
     built,
     case,
     full_weights,
+    piece_of,
     sharded_model,
     stack_step,
     train_stack,
@@ -256,3 +263,75 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
         train_stack(each, optimizer, first=3)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
     _assert_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
+
+
+# -- loss scaling --------------------------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    """Units of one element each: with two ranks or more, all pieces of the last rank are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :1]
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _scaled_backward(model: Any, scaler: GradScaler, rank: int, number: int = 0) -> None:
+    loss = model(vector_batch(number, rank)).float().square().mean()
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+
+def _copied(optimizer: Optimizer) -> dict[str, Tensor]:
+    return {
+        f"{number}.{name}": value.detach().clone()
+        for number, values in enumerate(optimizer.state.values())
+        for name, value in values.items()
+    }
+
+
+# Unscaled by itself, or by the step; main grads in slots; pieces of which some are empty.
+_OVERFLOWING: list[tuple[type[nn.Module], dict[str, Any], bool, str]] = [
+    (Stack, {}, False, "foreach"),
+    (Stack, {}, True, "plain"),
+    (Stack, ALL_SLOTS, False, "fused"),
+    (Tiny, {}, False, "fused"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("build", "slots", "clips", "way"), _OVERFLOWING)
+def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
+    context: RankContext, way: str, slots: dict[str, Any], build: type[nn.Module], clips: bool
+) -> None:
+    """Weights and optimizer state stay what they were; the step before and the step after do not skip."""
+    model = sharded_model(build, precision=Precision(param_dtype=torch.float16), **slots)
+    if build is Tiny and context.rank > 0:
+        assert not any(piece_of(p).numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **WAYS[way])
+    scaler = GradScaler("cpu", init_scale=8.0)
+    last_owner = 0 if build is Tiny else context.world_size - 1
+    for number, scale in enumerate((8.0, 4.0, 4.0)):
+        weights, state = full_weights(model), _copied(optimizer)
+        _scaled_backward(model, scaler, context.rank, number)
+        if number == 1 and context.rank == last_owner:
+            piece_of(next(p for p in model.parameters() if piece_of(p).numel()).grad)[...] = math.inf
+        if clips:
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == scale
+        after, state_after = full_weights(model), _copied(optimizer)
+        if number == 1:
+            assert_same(after, weights, "weights after a skipped step", EXACT)
+            assert_same(state_after, state, "optimizer state after a skipped step", EXACT)
+        else:
+            assert all(value.isfinite().all() for value in after.values())
+            assert any(not after[name].equal(weights[name]) for name in after), "nothing was trained"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.optim import WholeParameterOptimizer
-from streamshard.optim.rounds import Rounds
+from streamshard.optim.rounds import Rounds, assign_owners, plan_rounds
 from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
 from tests.models import DIM, Layer
@@ -91,6 +94,13 @@ class Both:
             optimizer.zero_grad(set_to_none)
 
 
+def whole(model: nn.Module, params: Any, kind: type[Optimizer], *, round_size: int = 1, **options: Any) -> Any:
+    """The optimizer of whole parameters; plain for a plain model."""
+    if isinstance(model, StreamShard):
+        return WholeParameterOptimizer(params, kind, round_size=round_size, **options)
+    return kind(params, **options)
+
+
 def _muon_and_adamw(model: nn.Module) -> Any:
     """Muon for matrices, AdamW for the rest: one object if the model is sharded, two if not."""
     matrices, others = _matrices(model), _others(model)
@@ -101,9 +111,7 @@ def _muon_and_adamw(model: nn.Module) -> Any:
 
 
 def _adafactor(model: nn.Module) -> Any:
-    if isinstance(model, StreamShard):
-        return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=1024)
-    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+    return whole(model, model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=1024)
 
 
 class _Numbered(torch.optim.SGD):
@@ -127,9 +135,7 @@ class _Numbered(torch.optim.SGD):
 
 def _numbered(model: nn.Module) -> Any:
     groups = [{"params": _others(model)}, {"params": []}, {"params": _matrices(model), "rank": 1}]
-    if isinstance(model, StreamShard):
-        return WholeParameterOptimizer(groups, _Numbered, lr=0.001, round_size=1)
-    return _Numbered(groups, lr=0.001)
+    return whole(model, groups, _Numbered, lr=0.001)
 
 
 @on_ranks()
@@ -346,3 +352,55 @@ def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, An
     groups = [param] if groups is None else [{**group, "params": [param]} for group in groups]
     with pytest.raises(ValueError, match=message):
         WholeParameterOptimizer(groups, kind, **options)
+
+
+# -- owners ----------------------------------------------------------------------------------------------------------
+
+
+def _rounds(costs: Sequence[float], numels: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:
+    """By round, the indices of its parameters."""
+    params: list[Any] = []
+    for cost, numel, owner in zip(costs, numels, owners, strict=True):
+        params.append(
+            SimpleNamespace(cost=cost, owner=owner, piece=SimpleNamespace(place=SimpleNamespace(numel=numel)))
+        )
+    return [
+        [next(k for k, one in enumerate(params) if one is each) for each in own] for own in plan_rounds(params, limit)
+    ]
+
+
+def _forced(costs: Sequence[float], ranks: int) -> float:
+    """What some rank has at least: the largest parameter, and two of the first N + 1 share a rank."""
+    ordered = sorted(costs, reverse=True)
+    return max([*ordered[:1], ordered[ranks - 1] + ordered[ranks] if len(costs) > ranks else 0.0])
+
+
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
+def test_no_rank_has_more_than_four_thirds_of_the_least_possible(costs: list[int], ranks: int) -> None:
+    """The least possible is at least the mean, and what large parameters force."""
+    loads = [0.0] * ranks
+    owners = assign_owners(costs, loads)
+    assert loads == [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == k) for k in range(ranks)]
+    assert owners == assign_owners(list(costs), [0.0] * ranks)
+    least = max([sum(costs) / ranks, _forced(costs, ranks)])
+    assert max(loads) <= 4 / 3 * least + 1e-9
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50)), max_size=40), st.integers(1, 5), st.integers(1, 80))
+def test_no_rank_owns_more_in_a_round_than_fits(sizes: list[tuple[int, int]], ranks: int, limit: int) -> None:
+    """Or a single parameter that is larger; each parameter is in one round."""
+    costs, numels = [float(cost) for cost, _ in sizes], [numel for _, numel in sizes]
+    owners = assign_owners(costs, [0.0] * ranks)
+    rounds = _rounds(costs, numels, owners, limit)
+    assert sorted(index for each in rounds for index in each) == list(range(len(sizes)))
+    assert all(each == sorted(each) and each for each in rounds)
+    for each in rounds:
+        for rank in range(ranks):
+            own = [numels[index] for index in each if owners[index] == rank]
+            assert sum(own) <= limit or len(own) == 1
+
+
+def test_all_ranks_work_in_each_round() -> None:
+    """Sixteen equal matrices on four ranks, two to a round."""
+    rounds = _rounds([1.0] * 16, [10] * 16, assign_owners([1.0] * 16, [0.0] * 4), 20)
+    assert rounds == [list(range(8)), list(range(8, 16))]

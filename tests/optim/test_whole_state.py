@@ -13,16 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard import (
-    StreamShard,
     full_optimizer_state_dict,
     load_checkpoint,
     load_optimizer_state_dict,
     save_checkpoint,
 )
 from streamshard.errors import CheckpointError, ShardingError
-from streamshard.optim import WholeParameterOptimizer
 from tests.optim.muon import muon_in_fp32
-from tests.optim.test_whole_parameters import NEAR, Mixed, _adafactor, _muon_and_adamw
+from tests.optim.test_whole_parameters import NEAR, Mixed, _adafactor, _muon_and_adamw, whole
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import EXACT, assert_same, built, full_weights, sharded_model, train_stack
 
@@ -49,9 +47,7 @@ class Odd(torch.optim.SGD):
 
 
 def _odd(model: nn.Module) -> Any:
-    if isinstance(model, StreamShard):
-        return WholeParameterOptimizer(model.parameters(), Odd, lr=0.02, round_size=1)
-    return Odd(model.parameters(), lr=0.02)
+    return whole(model, model.parameters(), Odd, lr=0.02)
 
 
 @torch.compile(backend="eager", fullgraph=True, dynamic=False)
@@ -93,8 +89,7 @@ def _stacked(model: nn.Module) -> Any:
         by_shape.setdefault(param.shape if param.ndim == 2 and "unused" not in name else None, []).append(param)
     kinds = {shape: {"kind": "plain" if shape is None else "stacked", "lr": 0.02} for shape in by_shape}
     groups = [{"params": params, **kinds[shape]} for shape, params in by_shape.items()]
-    is_sharded = isinstance(model, StreamShard)
-    optimizer: Any = WholeParameterOptimizer(groups, Stacked, round_size=1) if is_sharded else Stacked(groups)
+    optimizer = whole(model, groups, Stacked)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer

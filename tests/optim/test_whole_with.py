@@ -24,7 +24,7 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.models import NormStack, vector_batch
 from tests.optim.muon import muon_in_fp32
-from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw
+from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, whole
 from tests.optim.test_whole_state import Odd
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, assert_same, full_weights, seed, stack_step, train_stack
@@ -42,10 +42,7 @@ def _model(build: Callable[[], nn.Module] = Mixed, *, sharded: bool = True, **se
 def _optimizer(model: nn.Module, params: Any = None, kind: type[Optimizer] = torch.optim.Muon, **options: Any) -> Any:
     """Of matrices: plain for the plain model."""
     params = _matrices(model) if params is None else params
-    options.setdefault("lr", 0.02)
-    if isinstance(model, StreamShard):
-        return WholeParameterOptimizer(params, kind, round_size=1024, **options)
-    return kind(params, **options)
+    return whole(model, params, kind, **{"lr": 0.02, "round_size": 1024, **options})
 
 
 def _backward(model: nn.Module, context: RankContext) -> Backward:
