@@ -143,31 +143,6 @@ def test_a_norm_of_norms_of_all_gradients_takes_one_collective(context: RankCont
         assert counts.get("allreduce_", 0) == count == sum(counts.values()), (name, counts)
 
 
-# What a parameter refuses too is in `test_sharded_parameter`.
-REFUSED: dict[str, Callable[[Tensor], Any]] = {
-    "row": lambda g: g[0],
-    "mask": lambda g: g[g > 0],
-    "norm along a dimension": lambda g: g.norm(dim=-1),
-    "norm of negative order": lambda g: g.norm(-1),
-    "a number": lambda g: g.item(),
-    "whole noise": lambda g: g + torch.ones(16, 16),
-    "a row that broadcasts": lambda g: g * torch.ones(16),
-    "in place of data": lambda g: setattr(g, "data", torch.zeros(16, 16)),
-}
-
-
-@on_ranks(2)
-def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> None:
-    """With what to do instead; the gradient is as it was."""
-    model, _ = _pair()
-    grad = model.layers[1].linear.weight.grad
-    before = grad.as_subclass(Tensor).clone()
-    for name, operation in REFUSED.items():
-        with case(name), pytest.raises(ShardingError, match=r"of the gradient of parameter 'layers.1.*piece"):
-            operation(grad)
-        assert torch.equal(grad.as_subclass(Tensor), before), name
-
-
 # -- tensors of the user's own ----------------------------------------------------------------------------------------
 
 

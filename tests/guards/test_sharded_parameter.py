@@ -19,7 +19,7 @@ from torch import nn
 from streamshard import Precision, ShardingError, StreamShard
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, assert_trains_like_plain, case, piece_of
+from tests.reference import EXACT, Call, assert_same, assert_trains_like_plain, case, full_grads, piece_of
 
 FP32 = Precision(param_dtype=torch.float32)
 DIM = 8
@@ -155,36 +155,46 @@ def test_a_parameters_accumulate_grad_node_is_found_as_by_ddp(context: RankConte
 # -- what raises ------------------------------------------------------------------------------------------------------
 
 _X = torch.ones(4, DIM)
-# Of a weight, a bias that is cut at other places, and all weights of the model.
+# Of a weight or its gradient, a bias or its gradient, which is cut at other places, and all weights of the model.
 REFUSED: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
     "linear": lambda w, b, named: F.linear(_X, w),
     "matmul": lambda w, b, named: _X @ w.detach(),
     "an activation": lambda w, b, named: _X + w,
+    "whole noise": lambda w, b, named: w.detach() + torch.ones(DIM, DIM),
+    "a row that broadcasts": lambda w, b, named: w.detach() * torch.ones(DIM),
     "whole values": lambda w, b, named: w.data.copy_(torch.zeros(DIM, DIM)),
     "into whole ones": lambda w, b, named: torch.zeros(DIM, DIM).copy_(w),
     "data": lambda w, b, named: setattr(w, "data", torch.zeros(DIM, DIM)),
     "others' elements": lambda w, b, named: w * b,
-    "by a norm that needs a gradient": lambda w, b, named: w / w.norm(),
     "a view": lambda w, b, named: w.unsqueeze(0),
     "rows": lambda w, b, named: w[2:],
+    "a row": lambda w, b, named: w[0],
+    "a mask": lambda w, b, named: w[w > 0],
     "written rows": lambda w, b, named: w.data.__setitem__(slice(2), 0.0),
     "one vector": lambda w, b, named: nn.utils.parameters_to_vector([w, b]),
     "noise by its values": lambda w, b, named: torch.bernoulli(w.detach().abs()),
     "numpy": lambda w, b, named: w.detach().numpy(),
+    "a number": lambda w, b, named: w.detach().item(),
     "noise": lambda w, b, named: torch.randn_like(w),
     "deviation": lambda w, b, named: w.std(),
+    "norm along a dimension": lambda w, b, named: w.detach().norm(dim=-1),
+    "norm of negative order": lambda w, b, named: w.detach().norm(-1),
+    "saved": lambda w, b, named: torch.save(w, io.BytesIO()),
+    "a saved copy": lambda w, b, named: torch.save(w.detach().clone(), io.BytesIO()),
+    "a copy by safetensors": lambda w, b, named: save({"w": w.detach().clone()}),
+    "eye_": lambda w, b, named: nn.init.eye_(w),
+    "orthogonal_": lambda w, b, named: nn.init.orthogonal_(w),
+}
+# Of weights alone: gradients have no graph.
+OF_PARAMETERS: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
+    "by a norm that needs a gradient": lambda w, b, named: w / w.norm(),
     "a count by a norm": lambda w, b, named: w.norm(0),
     "largest, with a graph": lambda w, b, named: w.max(),
     "largest norm, with a graph": lambda w, b, named: w.norm(math.inf),
     "backward": lambda w, b, named: w.square().backward(),
     "a hook": lambda w, b, named: (w * 2.0).register_hook(print),
     "gradients of copies": lambda w, b, named: torch.autograd.grad(w.sum(), [w.detach().requires_grad_()]),
-    "saved": lambda w, b, named: torch.save(w, io.BytesIO()),
-    "a saved copy": lambda w, b, named: torch.save(w.detach().clone(), io.BytesIO()),
     "saved by safetensors": lambda w, b, named: save(named),
-    "eye_": lambda w, b, named: nn.init.eye_(w),
-    "orthogonal_": lambda w, b, named: nn.init.orthogonal_(w),
-    "a copy by safetensors": lambda w, b, named: save({"w": w.detach().clone()}),
 }
 
 
@@ -201,16 +211,22 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
     """Also where the shapes of pieces fit, through lists, with a graph and without; nothing has changed."""
     model = sharded()
     named = dict(model.named_parameters())
-    before = model.full_state_dict(rank0_only=False)
-    for name, use in REFUSED.items():
-        with pytest.raises(ShardingError) as raised:
-            use(named["0.linear.weight"], named["1.linear.bias"], named)
-            pytest.fail(name)
-        advice = ADVICE.get(name, r"register_forward_method\(model, 'method'\).*summon_full_params\(")
-        wanted = "one rank" if "save" in name or "copy" in name else rf"parameter '[01]\.linear\..*{advice}"
-        assert re.search(wanted, str(raised.value)), (name, raised.value)
-    after = model.full_state_dict(rank0_only=False)
-    assert all(torch.equal(after[name], before[name]) for name in before)
+    model(torch.ones(4, DIM)).square().sum().backward()
+    before = model.full_state_dict(rank0_only=False), full_grads(model)
+    weight, bias = named["0.linear.weight"], named["1.linear.bias"]
+    for of, given, table in (
+        ("", (weight, bias), REFUSED | OF_PARAMETERS),
+        ("of the gradient of ", (weight.grad, bias.grad), REFUSED),
+    ):
+        for name, use in table.items():
+            with pytest.raises(ShardingError) as raised:
+                use(*given, named)
+                pytest.fail(f"{of}{name}")
+            advice = "" if of else ADVICE.get(name, r"register_forward_method\(model, 'method'\).*summon_full_params\(")
+            wanted = "one rank" if "save" in name or "copy" in name else rf"{of}parameter '[01]\.linear\..*{advice}"
+            assert re.search(wanted, str(raised.value)), (of, name, raised.value)
+    assert_same(model.full_state_dict(rank0_only=False), before[0], "weights", EXACT)
+    assert_same(full_grads(model), before[1], "gradients", EXACT)
 
 
 _INIT = "uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ ones_ zeros_"
