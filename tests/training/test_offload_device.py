@@ -41,10 +41,9 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
-    seed,
 )
 from tests.scenarios import BF16, OFFLOAD, RESIDENT
-from tests.training.test_offload_events import device_of, lateness
+from tests.training.test_offload_events import Run, device_of, lateness
 
 META = torch.device("meta")
 
@@ -136,14 +135,11 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
 
 def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any], **function: Any) -> dict[str, Tensor]:
     """The average of a model that trains with `ours`, in a model with `theirs`."""
-    model: Any = StreamShard(built().to(context.device), precision=FP32, **ours)
+    run = Run(context, ours)
     average: Any = StreamShard(built().to(context.device).requires_grad_(False), precision=FP32, **theirs)
-    optimizer = adamw(model)
     for step in range(3):
-        model(vector_batch(step, context.rank).to(context.device)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        update_parameters(average, model, step, **function)
+        run.step()
+        update_parameters(average, run.model, step, **function)
     return full_weights(average)
 
 
@@ -172,15 +168,15 @@ _LISTS: dict[str, Any] = {
 
 
 def _from_lists(context: RankContext, *, is_reversed: bool, **settings: Any) -> dict[str, Tensor]:
-    model: Any = StreamShard(built().to(context.device), precision=FP32, **settings)
-    model(vector_batch(0, context.rank).to(context.device)).square().mean().backward()
-    grads = [param.grad for param in model.parameters()]
+    run = Run(context, settings)
+    run.backward()
+    grads = [param.grad for param in run.params]
     found: dict[str, Tensor] = {}
     for name, use in _LISTS.items():
         with case((name, settings)):
             used: Any = use(grads[::-1] if is_reversed else grads) or ()
             found |= {f"{name} {number}": each.detach().cpu() for number, each in enumerate(used) if name == "norms"}
-    return found | {"clipped": model.clip_grad_norm_(0.1).cpu()} | full_grads(model)
+    return found | {"clipped": run.model.clip_grad_norm_(0.1).cpu()} | full_grads(run.model)
 
 
 @on_ranks(2, backend="of accelerator")
@@ -226,32 +222,19 @@ class _Counted(torch.autograd.graph.save_on_cpu):
         return self._pack(tensor)
 
 
-def _sharded(build: Callable[[], nn.Module], settings: dict[str, Any], context: RankContext) -> Any:
-    seed(0)
-    return StreamShard(build().to(context.device), precision=BF16, **settings)
-
-
-def _train(model: Any, optimizer: Any, context: RankContext, steps: Iterable[int] = range(STEPS)) -> None:
-    for step in steps:
-        model(vector_batch(step, context.rank).to(context.device)).square().mean().backward()
-        model.clip_grad_norm_(0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @on_ranks(1, 2, backend="of accelerator")
 def test_activations_in_host_memory_change_no_bit(context: RankContext) -> None:
     """Of each layer its input is copied, and no weight."""
     _Counted.shapes = []
     with device_of(context), mock.patch.object(torch.autograd.graph, "save_on_cpu", _Counted):
-        resident = _sharded(Stack, RESIDENT, context)
-        _train(resident, adamw(resident), context)
+        resident = Run(context, {**RESIDENT, "precision": BF16})
+        resident.step(STEPS)
         assert _Counted.shapes == []
-        model = _sharded(LongContext, OFFLOAD, context)
-        with lateness(context, model):
-            _train(model, adamw(model), context)
-        assert _Counted.shapes == [(4, DIM)] * len(model.layers) * STEPS
-        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
+        run = Run(context, {**OFFLOAD, "precision": BF16}, build=LongContext)
+        with lateness(context, run.model):
+            run.step(STEPS)
+        assert _Counted.shapes == [(4, DIM)] * len(run.model.layers) * STEPS
+        assert_same(full_weights(run.model), full_weights(resident.model), "weights", EXACT)
 
 
 @on_ranks(1, 2, backend="of accelerator")
@@ -264,17 +247,19 @@ def test_moments_never_lie_on_the_device_when_they_are_loaded(context: RankConte
         given.extend(each.device for own in state["state"].values() for each in own.values() if each.ndim)
 
     with device_of(context):
-        model, other = (_sharded(Stack, settings, context) for settings in (RESIDENT, OFFLOAD))
-        optimizer, others = adamw(model), adamw(other)
-        others.register_load_state_dict_pre_hook(note)
-        _train(model, optimizer, context)
-        _train(other, others, context, [17])  # which is replaced
+        run, other = (Run(context, {**settings, "precision": BF16}) for settings in (RESIDENT, OFFLOAD))
+        other.optimizer.register_load_state_dict_pre_hook(note)
+        run.step(STEPS)
+        other.step(STEPS)
+        other.step()  # which is replaced
         if way == "checkpoint":
-            load_checkpoint(save_checkpoint(tmp_path, model, optimizer).wait(), other, others)
+            load_checkpoint(save_checkpoint(tmp_path, run.model, run.optimizer).wait(), other.model, other.optimizer)
         else:
-            other.load_state_dict(full_weights(model))
-            load_optimizer_state_dict(other, others, full_optimizer_state_dict(model, optimizer))
+            other.model.load_state_dict(full_weights(run.model))
+            state = full_optimizer_state_dict(run.model, run.optimizer)
+            load_optimizer_state_dict(other.model, other.optimizer, state)
         assert {device.type for device in given} == {"cpu"}
-        for each, its in ((model, optimizer), (other, others)):
-            _train(each, its, context, [STEPS])
-        assert_same(full_weights(other), full_weights(model), "weights", EXACT)
+        run.number = other.number
+        for each in (run, other):
+            each.step()
+        assert_same(full_weights(other.model), full_weights(run.model), "weights", EXACT)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import streamshard
 from streamshard import StreamShard
 from streamshard.core import late_step
-from tests.models import vector_batch
+from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, adamw, assert_same, built, full_grads, full_weights
 from tests.scenarios import OFFLOAD, RESIDENT
@@ -30,9 +30,15 @@ from tests.simulated import late, simulated_device
 class Run:
     """A model in training."""
 
-    def __init__(self, context: RankContext, settings: dict[str, Any], make: Callable[[Any], Any] = adamw) -> None:
+    def __init__(
+        self,
+        context: RankContext,
+        settings: dict[str, Any],
+        make: Callable[[Any], Any] = adamw,
+        build: Callable[[], nn.Module] = Stack,
+    ) -> None:
         self.context, self.settings, self.number = context, settings, 0
-        self.model: Any = StreamShard(built().to(context.device), precision=FP32, **settings)
+        self.model: Any = StreamShard(built(build).to(context.device), **{"precision": FP32, **settings})
         self.optimizer = make(self.model)
 
     def loss(self) -> Tensor:
