@@ -14,7 +14,7 @@ from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard.optim import update_parameters
 from tests.models import DIM, NormStack, Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Tolerance, assert_same, counted_collectives, sgd, stack_step
+from tests.reference import EXACT, FP32, Tolerance, assert_same, counted_collectives, sgd, train_stack
 
 
 def _state_of_first(model: Any) -> dict[str, Tensor]:
@@ -36,9 +36,7 @@ def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str,
     wanted = AveragedModel(plain, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers)
     optimizer = sgd(model)
     for step in range(3):
-        stack_step(model, context.call(step))
-        optimizer.step()
-        optimizer.zero_grad()
+        train_stack(model, optimizer, context, first=step, steps=1)
         update_parameters(average, model, step, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers)
         plain.load_state_dict(_state_of_first(model))
         wanted.update_parameters(plain)
@@ -126,9 +124,7 @@ def test_a_tower_averages_a_tower_that_is_cut_at_other_places(
             return [param.detach().clone() for param in root.parameters()]
 
     for step in range(2):
-        stack_step(model, context.call(step))
-        optimizer.step()
-        optimizer.zero_grad()
+        train_stack(model, optimizer, context, first=step, steps=1)
         wanted = values(target, holder)
         with torch.no_grad():
             update(wanted, values(model.tower, model))

@@ -29,6 +29,7 @@ from tests.reference import (
     lm_step,
     sgd,
     stack_step,
+    train_stack,
 )
 
 # ---------------------------------------------------------------------------------------------- the user's object
@@ -199,9 +200,7 @@ def test_inference_mode_leaves_nothing_behind_that_cannot_train(context: RankCon
     with torch.inference_mode():
         model(vector_batch(0, context.rank))
     optimizer = sgd(model)
-    for step in range(2):
-        stack_step(model, context.call(step))
-        optimizer.step()
+    train_stack(model, optimizer, context, steps=2)
     model.seen.add_(1)
 
 
