@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
-from tests.models import DIM, Calling, Stack, vector_batch
+from tests.models import DIM, Calling, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     FP32,
@@ -235,8 +235,9 @@ def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: Rank
     if context.world_size > 1:
         with pytest.raises(ShardingError, match=said):
             torch.autograd.grad(_loss_of(model, x), params)
-        with pytest.raises(ShardingError, match="create_graph=True.*with weight_slots='all'"):  # outside of the model
-            torch.autograd.grad(_loss_of(model, x), x, create_graph=True)
+        for each in (model, StreamShard(Stack(), precision=FP32, resident=Layer)):  # outside of the model
+            with pytest.raises(ShardingError, match="create_graph=True.*with weight_slots='all'"):
+                torch.autograd.grad(_loss_of(each, x), x, create_graph=True)
     assert_same(full_weights(model), before, "weights")
     model.zero_grad()
     stack_step(model, context.call(0))
