@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -25,6 +26,7 @@ from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, case, full_grads, lm_step, stack_step
+from tests.simulated import simulated_device
 
 
 def _state_of(model: nn.Module) -> list[object]:
@@ -141,6 +143,9 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a dtype of no float": ({"precision": torch.int8}, "precision=torch.int8: wanted a floating-point"),
     "a dtype by name": ({"precision": Precision}, "precision=<class .*: wanted a floating-point"),
     "a place": ({"offload": "cpu"}, "offload='cpu': wanted one of None, state. Did you mean 'state'"),
+    "state in the CPU's memory": ({"offload": "state"}, "whose memory is the host's: leave it out"),
+    "on a device, all weight slots": ({"offload": "state", "weight_slots": "all"}, "streams layers from host memory"),
+    "on a device, all gradient slots": ({"offload": "state", "grad_slots": "all"}, "streams layers from host memory"),
     "FSDP2's argument": ({"reshard_after_forward": True}, "reshard_after_forward is .* Did you mean 'weight_slots'"),
     "a mesh that is none": ({"mesh": 3}, "mesh=3"),
     "a misspelt argument": (
@@ -160,7 +165,8 @@ def test_bad_units_and_settings_are_refused_by_name(context: RankContext) -> Non
             assert_refused(model, UnitError, f"(?s){match}", units=units)
     for what, (settings, match) in BAD_SETTINGS.items():
         with case(what):
-            assert_refused(model, ConfigError, match, **settings)
+            with simulated_device() if "on a device" in what else contextlib.nullcontext():
+                assert_refused(model, ConfigError, match, **settings)
     assert_trains(context, model)
 
 

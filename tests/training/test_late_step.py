@@ -1,4 +1,4 @@
-"""The late step of ``offload="state"``: its settings, hooks and cost; what is refused; late steps that fail."""
+"""The late step of ``offload="state"``: the settings that it runs in; what is refused; late steps that fail."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.core.ranges import Range, joined
-from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.errors import CheckpointError, ShardingError
 from streamshard.nested import map_tensors
 from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import vector_batch
@@ -227,23 +226,6 @@ def test_a_backward_through_weights_in_host_memory_raises(context: RankContext) 
         run.step()
         other.step()
         assert_same(full_weights(run.model), full_weights(other.model), "weights", EXACT)
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_settings_that_do_not_go_with_offload_are_refused(context: RankContext) -> None:
-    """Each error says what to do."""
-    with pytest.raises(ConfigError, match="whose memory is the host's: leave it out"):
-        StreamShard(built(), **OFFLOAD)
-    with simulated_device():
-        for slots in ({"weight_slots": "all"}, {"grad_slots": "all"}):
-            with pytest.raises(ConfigError, match="streams layers from host memory through a few slots"):
-                StreamShard(built(), **OFFLOAD, **slots)
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        with pytest.raises(ConfigError, match="on a 2-D mesh.*leave mesh away"):
-            StreamShard(built(), mesh=mesh, **OFFLOAD)
 
 
 # -- copies of several parameters -------------------------------------------------------------------------------------
