@@ -483,7 +483,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.collect", Drop("if absent and not adds:"), "programs"),
         ("UnitGrads._wait_for", Drop("current.wait_stream(stream)"), _STREAMS),
         ("UnitGrads.drop", Swap("not self._renew()", "False"), "pieces"),
-        ("UnitGrads._renew", Drop("is_alone = is_alone and {*map(getrefcount"), "pieces"),
+        ("UnitGrads._renew", Drop("is_alone = is_alone and {*map(getrefcount"), "dial:main_grads"),
         ("UnitGrads._renew", Swap("{*map(len, map(vars, given))} == {_ATTRIBUTES}", "True"), "pieces:serve_again"),
         ("UnitGrads.give", Swap("is_new or param.is_kept", "is_new"), "loops"),
         ("UnitGrads.give", Swap("param.is_used = param.is_kept", "param.is_kept"), "matrix"),
