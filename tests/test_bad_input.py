@@ -164,9 +164,8 @@ def test_bad_units_and_settings_are_refused_by_name(context: RankContext) -> Non
         with case(what):
             assert_refused(model, UnitError, f"(?s){match}", units=units)
     for what, (settings, match) in BAD_SETTINGS.items():
-        with case(what):
-            with simulated_device() if "on a device" in what else contextlib.nullcontext():
-                assert_refused(model, ConfigError, match, **settings)
+        with case(what), simulated_device() if "on a device" in what else contextlib.nullcontext():
+            assert_refused(model, ConfigError, match, **settings)
     assert_trains(context, model)
 
 
