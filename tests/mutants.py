@@ -300,7 +300,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "matrix",
         ),
         ("Backward._close_pass", Drop("engine.reductions.start_late("), "programs"),
-        ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "True"), "programs matrix"),
+        ("Backward._recompute", Swap("self.graph.called.isdisjoint(skipped)", "True"), "programs:once"),
         ("Backward.begin", Swap("scale=engine.inputs.grad_scale", "scale=1.0"), "join"),
         ("Backward.recover", Drop("while self.callback_of() is not None:"), "exceptions"),
         ("Backward.break_off", Drop("self._engine.reductions.is_open = False"), "exceptions"),

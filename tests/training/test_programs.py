@@ -16,7 +16,18 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.models import Block, Calling, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import SETTINGS, Call, Step, assert_trains_like_plain, case, lm_step, no_sync, stack_step
+from tests.reference import (
+    SETTINGS,
+    Call,
+    Step,
+    assert_trains_like_plain,
+    case,
+    counted_collectives,
+    lm_step,
+    no_sync,
+    sharded_model,
+    stack_step,
+)
 
 
 class Program(NamedTuple):
@@ -395,3 +406,15 @@ def test_a_program_trains_like_plain_pytorch(context: RankContext, settings: str
     for name, (build, step, its) in TABLES[table].items():
         with case(name):
             assert_trains_like_plain(context, build, step, checked=(0, 2), **{**SETTINGS[settings], **its})
+
+
+@on_ranks(2)
+def test_a_checkpoint_across_layers_reduces_each_layer_once(context: RankContext) -> None:
+    """It recomputes its first layer before backward comes to its last one."""
+    model = sharded_model(lambda: nn.Sequential(*stack_of(Layer, 6)().layers))
+    with counted_collectives(model) as counts:
+        x: Any = vector_batch(0, context.rank)
+        for first in range(0, 6, 2):
+            x = checkpoint(model[first : first + 2], x, use_reentrant=False)
+        x.square().mean().backward()
+    assert counts["reduce_scatter"] == 6
