@@ -202,14 +202,13 @@ class Backward(Phase):
             self._recompute(self._recomputing[-1])
 
     def _recompute(self, unit: Unit) -> None:
-        # A resident unit is in place. Its recomputation does not end the visit of the unit before: one checkpoint may
-        # recompute several resident units in the order of forward, before backward comes to the last one's gradients.
-        if unit.is_streamed and self._computing is not unit:
+        # The visit before ends when backward comes to this unit. A checkpoint may recompute several units, in the order
+        # of forward, while the last one's backward runs: nodes of a unit's outputs tell when its own begins (`need`). A
+        # reentrant checkpoint has no such nodes, but recomputes all its units before the last one's backward.
+        if unit.is_streamed and self.graph is not None and unit.index in self.graph.silent:
             visit, following = self._schedule.find(unit.index), self._schedule.position + (self._computing is not None)
-            if visit is not None and self.graph is not None:
-                skipped = self._schedule.visits[following:visit]  # by this rank, if it is the next unit
-                if self.graph.called.isdisjoint(skipped):
-                    self._advance(unit)
+            if visit is not None and self.graph.called.isdisjoint(self._schedule.visits[following:visit]):
+                self._advance(unit)
         self._unshard(unit, binds=True)
 
     # -- the end --------------------------------------------------------------------------------------------------

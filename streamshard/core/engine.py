@@ -49,6 +49,7 @@ class Graph:
             none of its layers ran. The graph holds these unsharded parameters themselves.
         called: units of which this rank has called layers.
         called_again: resident units of which this rank has called layers several times.
+        silent: units of which this rank has called layers without a graph: a reentrant checkpoint recomputes them.
         visits: units in the order in which the forward all-gathered them; filled at its end.
     """
 
@@ -56,6 +57,7 @@ class Graph:
     versions: dict[int, list[int]]
     called: set[int] = dataclasses.field(default_factory=set)
     called_again: set[int] = dataclasses.field(default_factory=set)
+    silent: set[int] = dataclasses.field(default_factory=set)
     visits: tuple[int, ...] = ()
 
 

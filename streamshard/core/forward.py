@@ -155,6 +155,8 @@ class Forward(Phase):
         self.graph.called.add(unit.index)
         if not is_first and not unit.is_streamed:
             self.graph.called_again.add(unit.index)
+        if not torch.is_grad_enabled():
+            self.graph.silent.add(unit.index)
         return Use(unit, self.graph, unit.versions(), is_inside, is_first)
 
     def post_forward(self, unit: Unit) -> None:

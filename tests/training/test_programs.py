@@ -408,13 +408,23 @@ def test_a_program_trains_like_plain_pytorch(context: RankContext, settings: str
             assert_trains_like_plain(context, build, step, checked=(0, 2), **{**SETTINGS[settings], **its})
 
 
+class Paired(nn.Sequential):
+    """A checkpoint around each two layers."""
+
+    def forward(self, x: Tensor, *, is_reentrant: bool) -> Tensor:
+        """[..] -> [..]."""
+        for first in range(0, len(self), 2):
+            out: Any = checkpoint(nn.Sequential(self[first], self[first + 1]), x, use_reentrant=is_reentrant)
+            x = out
+        return x
+
+
 @on_ranks(2)
-def test_a_checkpoint_across_layers_reduces_each_layer_once(context: RankContext) -> None:
-    """It recomputes its first layer before backward comes to its last one."""
-    model = sharded_model(lambda: nn.Sequential(*stack_of(Layer, 6)().layers))
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_checkpoint_across_layers_reduces_each_layer_once(context: RankContext, is_reentrant: bool) -> None:
+    """It recomputes its first layer while the last one's backward runs, or before."""
+    model = sharded_model(lambda: Paired(*stack_of(Layer, 6)().layers))
     with counted_collectives(model) as counts:
-        x: Any = vector_batch(0, context.rank)
-        for first in range(0, 6, 2):
-            x = checkpoint(model[first : first + 2], x, use_reentrant=False)
-        x.square().mean().backward()
+        x = vector_batch(0, context.rank).requires_grad_()
+        model(x, is_reentrant=is_reentrant).square().mean().backward()
     assert counts["reduce_scatter"] == 6
