@@ -57,8 +57,9 @@ class StreamShard(WatchedRoot):
             it is made from the launcher's environment.
         precision: dtypes of weights, gradients and reductions. A dtype or its name, such as ``"bf16"``,
             ``"float16"`` or ``torch.float32``: layers compute in it, and reductions are in fp32. None: "bf16".
-        weight_slots: number of buffers for the weights of streamed units, at least 2. The last layers of forward stay
-            in their slots for backward. With "all" each unit is all-gathered once in a step (ZeRO-2).
+        weight_slots: number of buffers for the weights of streamed units, at least 2; more than there are such units
+            count as that many. The last layers of forward stay in their slots for backward. With "all" each unit is
+            all-gathered once in a step (ZeRO-2).
         grad_slots: None: the gradients of a unit take the slot of its weights, which backward has left; with "all"
             weight slots they have two slots of their own. "all": each unit has a gradient slot of its own, where
             gradients are accumulated locally inside `no_sync`, and are reduced once (ZeRO-1).

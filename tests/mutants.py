@@ -470,6 +470,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("join_slots", Drop("kept.is_shared"), "ends"),
     ],
     "core/unit_grads": [
+        ("UnitGrads.write_early", Drop("self.slot.weights.read.complete()"), "shared_memory tied matrix"),
         ("UnitGrads.leave", Swap("param.is_left or ", ""), "replicas:only_another"),
         ("UnitGrads.write_early", Swap("param.in_slot.add_(grad) if param.is_written_early else ", ""), "tied"),
         ("UnitGrads.write_early", Drop("if scale != 1.0"), "lookups:scaled"),
@@ -531,7 +532,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("LayerMajorStep._run_backward", Drop("backward.reduce_streamed()"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.end_turn()"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("engine.recover()"), "accumulate:exception"),
-        ("_Backward._recompute", Swap("self._unshard(unit, binds=True)", "super()._recompute(unit)"), _LAYER_MAJOR),
     ],
     "layer_major/micro_batch": [
         ("MicroBatch.begin_segment", Drop("self._leaves.clear()"), _LAYER_MAJOR),

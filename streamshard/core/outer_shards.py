@@ -62,7 +62,6 @@ class OuterShards(OverReplicas):
         self._scratch_numel = scratch_numel
         replica, comm = StreamName.REPLICA, StreamName.COMM
         self._written = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights", replica)
-        self._read = Fence(streams, Rule.SHARDS_READ, comm, "shards of all replicas", replica)
         arrived, drained = "shards of all replicas", "gradients for other replicas"
         self._arrived = [Fence(streams, Rule.SHARDS_WRITTEN, replica, arrived, comm) for _ in layouts]
         self._drained = [Fence(streams, Rule.GRADS_DRAINED, replica, drained, comm) for _ in range(2)]
@@ -87,10 +86,7 @@ class OuterShards(OverReplicas):
 
     def _gather(self, unit: Unit, flats: Sequence[FlatParam]) -> None:
         self._written.record()
-        self._written.wait()  # rule 5
-        unit.weight_slot.read.complete()  # rule 6
-        self._read.record()
-        self._read.wait()  # rule 6
+        self._written.wait()  # rule 5. By then all reads of the shards are over: `Engine.finish_reading`
         with self.ranks.waiting("the gather over replicas of", unit.name):
             works = [self.ranks.transport.start_gather(flat.gather) for flat in flats]
             self._arrived[unit.index].record(*works)

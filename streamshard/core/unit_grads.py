@@ -41,7 +41,7 @@ _sharded_of, _was_given = operator.attrgetter("sharded"), operator.attrgetter("w
 
 
 class GradState(enum.IntEnum):
-    """Where a unit's gradients are, besides new ones and those in its slot (`GradSlot.content`)."""
+    """What a unit's main grads hold. New gradients, and those in its slot (`GradSlot.content`), are beside them."""
 
     GIVEN = enum.auto()
     """``.grad`` of parameters is their part of main grads, or None. So it is between backwards, if none wait."""

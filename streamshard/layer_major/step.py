@@ -92,10 +92,6 @@ class _Backward(Backward):
         while self.resident:
             self._engine.reductions.start(self.resident.pop(0))
 
-    def _recompute(self, unit: Unit) -> None:
-        """See `Backward`. No visit ends: other micro-batches may still come to the unit of the visit under way."""
-        self._unshard(unit, binds=True)
-
 
 class LayerMajorStep:
     """See the module.

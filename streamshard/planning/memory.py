@@ -4,9 +4,10 @@ Pure functions: everything is known before anything is allocated.
 
 [Note: slots]
 A unit always uses the same slots, so every unsharded parameter is made once and all addresses stay fixed. Streamed
-units (*blocks*) share the block slots in turn: the last block but i uses slot ``(i + 1) % count``. Each slot has the
-size of its largest unit. A resident unit (the root unit, a lone layer) has a weight slot of its own, so it does not
-size the others'. Its weights are all-gathered once in a pass and stay until its gradients take their place.
+units but the ends (*blocks*) take turns in the block slots. Counted from the end, the last block uses slot 1, the block
+before it slot 2, and so on, modulo their number: with two slots 1, 0, 1, .. Each slot has the size of its largest unit.
+A resident unit (the root unit, a lone layer) has a weight slot of its own, so it does not size the others'. Its weights
+are all-gathered once in a pass and stay until its gradients take their place.
 
 A slot has two tenants: the weights of a unit, then its gradients. When the unit's backward is over, nobody needs its
 weights any more. Gradients have the dtype of the weights (autograd makes them so), hence the same size and offsets.

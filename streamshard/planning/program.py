@@ -70,13 +70,13 @@ def plan_steps(
         steps.append([])
         if unit in weightless:
             continue
-        step = max(step, free_at.get(slot_of[unit], 0))
+        step = max(step, free_at.get(slot_of[unit], 0))  # not before the all-gather of an earlier visit
         free_at[slot_of[unit]] = visit + 1
         steps[step].append(Op(unit))
     if reduce:
         behind_last = dict(zip(visits, range(1, len(steps)), strict=True))
         for unit, step in behind_last.items():
-            steps[step].insert(0, Op(unit, is_reduction=True))
+            steps[step].insert(0, Op(unit, is_reduction=True))  # before the all-gather into its slot
     return steps
 
 
