@@ -233,7 +233,8 @@ def alive(group_of: GroupOf) -> dist.ProcessGroup:
         CommunicationError: the group has been destroyed.
     """
     if (group := group_of()) is None:
-        raise CommunicationError("the process group was destroyed (destroy_process_group) while the model needs it")
+        by = "destroy_process_group, or accelerate's end_training"
+        raise CommunicationError(f"the process group was destroyed (by {by}) while the model needs it")
     return group
 
 

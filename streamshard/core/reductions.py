@@ -443,6 +443,7 @@ class UsedParams:
         if all(steps):
             raise RankMismatchError(
                 "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on "
-                "others. Has a rank split a batch after an out-of-memory error, or left out a micro-batch? All ranks "
-                "have to run as many passes per step: decide together, such as by an all_reduce of a flag"
+                "others. Is optimizer.step() in a condition that differs (a check for nan, a rank's own loss)? Has a "
+                "rank split a batch after an out-of-memory error, or left out a micro-batch? All ranks have to run as "
+                "many passes per step: decide together, such as by an all_reduce of a flag"
             )

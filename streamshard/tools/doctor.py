@@ -236,7 +236,8 @@ def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotC
         ("backward", "all-gather and reduction", both_ms, layer.backward_ms, layer.backward_beside_ms),
     ):
         times = f"{what} {comm_ms:.2f} ms, {phase} {alone_ms:.2f} ms, both at once {beside_ms:.2f} ms"
-        exposed_ms = min(beside_ms - alone_ms, comm_ms)  # more than the communication is noise
+        exposed_ms = min(beside_ms - alone_ms, comm_ms)
+        times += " (noise: more than one after the other)" * (beside_ms > (1.0 + _HIDDEN) * (alone_ms + comm_ms))
         if exposed_ms <= _HIDDEN * alone_ms:
             found.append(Finding("ok", f"communication hides behind {phase}: {times}"))
             continue
