@@ -17,6 +17,7 @@ A message names the given value, the wanted one, and the parameter, layer or ran
 
 from __future__ import annotations
 
+import errno
 import linecache
 import logging
 import os
@@ -127,6 +128,13 @@ log.addFilter(_name_rank)
 def describe(error: BaseException) -> str:
     """`error` in words, for other ranks. Errors of the package are shown without their class."""
     return str(error) if isinstance(error, StreamShardError) else f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether `error` says that this process lacks memory or file descriptors. The files that it reads may be fine."""
+    lacking = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    is_memory = isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error)  # torch's: a RuntimeError
+    return is_memory or isinstance(error, OSError) and error.errno in lacking
 
 
 def is_of_this_rank(error: BaseException) -> bool:

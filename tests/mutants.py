@@ -153,6 +153,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
         ("read_entry", Drop("check_sizes(path, manifest)"), "find"),
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
+        ("read_entry", Drop("if is_shortage(error)"), "find"),
+        ("open_intact", Drop("if any(ranks.gather_objects("), "find"),
         ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "find"),
     ],
     "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],

@@ -7,7 +7,8 @@ publishes it.
 A checkpoint is *whole* if its manifest can be read and used, and all files are there with their recorded sizes. It is
 *intact* if the files also match their checksums and have the tensors that the manifest names. Saves and `latest` look
 for whole checkpoints, and read no tensors. Loads look for intact checkpoints, before anything changes. A checkpoint
-that is damaged, or that the system cannot read, stops no save and no load of another one, and is never deleted.
+that is damaged, or that the system cannot read, stops no save and no load of another one, and is never deleted. If a
+process lacks memory or file descriptors, nothing is said of the checkpoint: the save or load raises.
 
 [Note: how a checkpoint appears]
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
@@ -27,7 +28,7 @@ from typing import NamedTuple, TypeVar, cast
 from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Partial, number_in, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
-from streamshard.errors import CheckpointError, StreamShardError, describe, log, printable
+from streamshard.errors import CheckpointError, StreamShardError, describe, is_shortage, log, printable
 
 _AHEAD = 1 << 20
 """A checkpoint that cannot be read now may have a generation up to this much larger than the largest known one."""
@@ -115,6 +116,8 @@ def read_entry(path: Location) -> Entry:
     except CheckpointError as error:
         return Entry(path, manifest, str(error), may_be_whole=False)
     except OSError as error:
+        if is_shortage(error):
+            raise
         return Entry(path, manifest, printable(f"cannot read {path}: {describe(error)}"))
     return Entry(path, manifest)
 
@@ -169,7 +172,8 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
         these reasons.
 
     Raises:
-        CheckpointError: on every rank; says why the checkpoint `root`, or each checkpoint in `root`, is not intact.
+        CheckpointError: on every rank; says why the checkpoint `root`, or each checkpoint in `root`, is not intact. Or
+            a rank lacks memory or file descriptors to verify one.
     """
 
     def find() -> list[tuple[Location, str]]:
@@ -182,7 +186,9 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
         if not wrong:
             try:
                 files = open_verified(path, ranks)
-            except CheckpointError as error:  # the same on all ranks
+            except CheckpointError as error:  # the same on all ranks, except its cause
+                if any(ranks.gather_objects("tell a shortage from damage", is_shortage(error.__cause__))):
+                    raise
                 if is_gone(path, ranks):
                     return open_intact(root, ranks)
                 wrong = str(error)

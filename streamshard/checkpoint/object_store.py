@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from streamshard.checkpoint.storage import CHUNK_BYTES, MANIFEST_NAME, Partial, Storage, Url, Write
-from streamshard.errors import CheckpointError, describe, log
+from streamshard.errors import CheckpointError, describe, is_shortage, log
 
 BEGUN = "begun"
 """An object in a directory on object storage into which a save or an export writes. See [Note: object storage]."""
@@ -64,6 +64,8 @@ class ObjectStore(Storage):
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, f"No such object ({error})", url) from error
         except Exception as error:
+            if is_shortage(error):
+                raise
             raise OSError(f"{url}: {describe(error)}") from error
 
     def _entries(self) -> dict[str, int]:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from streamshard.checkpoint.storage import CHUNK_BYTES, Location, Storage, storage_of
 from streamshard.config import is_utf8
-from streamshard.errors import CheckpointError
+from streamshard.errors import CheckpointError, is_shortage
 
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """The file names that a manifest or metadata may have: files in its own directory, not hidden."""
@@ -309,6 +309,7 @@ class OpenFiles:
 
         Raises:
             CheckpointError: the file is missing, damaged, or not a safetensors file.
+            Exception: there is no memory to map it; see `is_shortage`.
         """
         if name not in self._opened:
             try:
@@ -317,6 +318,8 @@ class OpenFiles:
                 else:
                     self._opened[name] = _RangedFile(self.storage, name, self._sizes()(name))
             except (OSError, *_MALFORMED) as error:  # from None: a traceback may hold commands
+                if is_shortage(error):
+                    raise
                 raise CheckpointError(f"cannot read {self.root / name}: {error}") from None
         return self._opened[name]
 
@@ -325,6 +328,7 @@ class OpenFiles:
 
         Raises:
             CheckpointError: the file does not have the tensor, or torch does not have its dtype.
+            Exception: as `open`.
         """
         opened = self.open(file)
         try:
@@ -332,6 +336,8 @@ class OpenFiles:
                 return opened.stored[name]
             tensor: torch.Tensor = opened.get_tensor(name)
         except _MALFORMED as error:
+            if is_shortage(error):
+                raise
             raise CheckpointError(f"cannot read {name!r} of {self.root / file}: {error}") from None
         return Stored(tuple(tensor.shape), tensor.dtype, tensor.view(-1))
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from streamshard import latest
+from streamshard.checkpoint import directory, manifest, safetensors_file
 from streamshard.checkpoint.directory import open_intact, remove_partial
 from streamshard.checkpoint.manifest import MAX_GENERATION
+from streamshard.checkpoint.safetensors_file import OpenFiles
 from streamshard.checkpoint.storage import MANIFEST_NAME, MAX_TEXT_BYTES
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
@@ -134,6 +138,43 @@ def test_a_save_into_a_checkpoint_does_not_delete_the_checkpoint(tmp_path: Path)
     inner = put(outer, 2, keep=1)
     assert latest(tmp_path) == outer
     assert inner.exists()
+
+
+@pytest.mark.parametrize(
+    "lack",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),  # of safetensors
+        RuntimeError("unable to mmap 8 bytes from file </rank-0>: Cannot allocate memory (12)"),  # of torch
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_shortage_in_the_process_makes_no_load_go_back_to_an_older_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: Exception
+) -> None:
+    """The newest is intact, whether a manifest cannot be read, a file cannot be verified or cannot be mapped."""
+    put(tmp_path, 1)
+    newest = put(tmp_path, 2)
+
+    @contextlib.contextmanager
+    def lacking(module: ModuleType, name: str) -> Iterator[None]:
+        real = getattr(module, name)
+
+        def call(path: Path, *args: Any, **options: Any) -> Any:
+            if newest in (path, path.parent):
+                raise lack
+            return real(path, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, call)
+            yield
+
+    for module, name in ((directory, "read_manifest"), (manifest, "verify_files")):
+        with lacking(module, name), pytest.raises((CheckpointError, OSError), match=re.escape(str(lack))):
+            open_intact(tmp_path, RankGroup())
+    with lacking(safetensors_file, "safe_open"), pytest.raises(type(lack)):
+        OpenFiles(newest).open(FILE)
+    assert open_intact(tmp_path, RankGroup())[0].root == newest
 
 
 def _flip(checkpoint: Path) -> None:
