@@ -164,7 +164,9 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)
 
-    def collect_here() -> dict[str, str]:
+    def collect_here() -> dict[str, tuple[str, bool]]:
+        """By name of a tree: a digest, pieces left out, and whether it has pieces."""
+        found = {}
         for name, (model, engine) in parts.models.items():
             saved["models"][name] = facts_of(model, engine)
             own = local_pieces(model, engine, buffers=engine.ranks.is_first).values()
@@ -174,13 +176,17 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
             pieces.extend(states[name].pieces)
         for name, value in parts.trees.items():
             values[name] = value.state_dict() if has_state(value) else value
-            trees[name] = encode(values[name], name, keeps_pieces=True)
-        return {name: digest_of(tree, _common(own)) for name, (tree, own) in trees.items()}
+            trees[name] = tree, tensors = encode(values[name], name, keeps_pieces=True)
+            common = {key: tensor for key, tensor in tensors.items() if piece_of(tensor) is None}
+            found[name] = digest_of(tree, common), len(common) < len(tensors)
+        return found
 
-    digests = ranks.gather_results("save", collect_here)
+    found = ranks.gather_results("save", collect_here)
     for name, state in states.items():
         refuse_other_options(name, state.options, ranks)
-    differing = {name for name in trees if len({theirs[name] for theirs in digests}) > 1}
+    differing = {name for name in trees if len({theirs[name][0] for theirs in found}) > 1}
+    if cut := sorted(name for name in differing if any(theirs[name][1] for theirs in found)):
+        raise CheckpointError(f"{', '.join(cut)} has pieces of parameters, and other values that differ between ranks")
     if ranks.is_first and (named := ", ".join(sorted(differing - {RANDOM}))):
         _say_what_differs(named)
     trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True) for name in differing}
@@ -201,9 +207,7 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     for name, (_, tensors) in trees.items():
         if name in differing or ranks.is_first:
             pieces.extend(TensorPiece.wholes(tensors))
-        if (cut := TensorPiece.parts(tensors)) and name in differing:
-            raise CheckpointError(f"{name} has pieces of parameters, and other values that differ between ranks")
-        pieces.extend(of_replica(cut, parts.engine))
+        pieces.extend(of_replica(TensorPiece.parts(tensors), parts.engine))
     return saved, pieces
 
 
@@ -214,11 +218,6 @@ def _say_what_differs(names: str) -> None:
         "in load_checkpoint(..).by_rank",
         names,
     )
-
-
-def _common(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors that ranks may have in common: no pieces."""
-    return {name: tensor for name, tensor in tensors.items() if piece_of(tensor) is None}
 
 
 # ------------------------------------------------------------------------------------------------ in the background

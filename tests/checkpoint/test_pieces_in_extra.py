@@ -80,12 +80,15 @@ def test_averages_of_weights_load_on_other_numbers_of_ranks(ranks: Any, tmp_path
 
 @on_ranks(2)
 def test_pieces_that_cannot_be_saved_or_loaded_are_refused(context: RankContext, tmp_path: Path) -> None:
-    """Beside values of one rank; of a parameter that the model does not have; a norm that is not summed."""
+    """Beside values of one rank, or on one rank only; of a parameter that is not there; a norm that is not summed."""
     model = _model()
     average = Average(model)
     average.own = context.rank
     with pytest.raises(CheckpointError, match="extra.average has pieces of parameters, and other values that differ"):
         save_checkpoint(tmp_path / "own", model, extra={"average": average})
+    one = {"weight": next(model.parameters()).detach() if context.rank == 0 else None}
+    with pytest.raises(CheckpointError, match="extra.one has pieces of parameters, and other values that differ"):
+        save_checkpoint(tmp_path / "own", model, extra={"one": one})
     norm = {"norm": next(model.parameters()).detach().norm()}
     with pytest.raises(CheckpointError, match=r"extra.norm.norm is a norm of this rank's pieces: give float\(value\)"):
         save_checkpoint(tmp_path / "norm", model, extra={"norm": norm})
