@@ -105,14 +105,15 @@ def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         tensors: by name. Only their shapes and dtypes count, so they may be on the meta device.
 
     Raises:
-        CheckpointError: safetensors has no such dtype, or cannot hold a name.
+        CheckpointError: a tensor is complex or of another dtype that older versions of safetensors do not read, or a
+            name cannot be held.
     """
     contents: dict[str, Any] = {_METADATA: {"format": "pt"}}
     places: dict[str, tuple[int, torch.dtype]] = {}
     position = 0
     for each, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(f"{each!r} is {tensor.dtype}, which safetensors cannot hold")
+            raise CheckpointError(f"{each!r} is {tensor.dtype}, which not every version of safetensors reads")
         if each == _METADATA or not is_utf8(each):
             limits = f"safetensors files take names in UTF-8, except {_METADATA!r}"
             raise CheckpointError(f"a tensor is named {each!r}: {limits}. Give it another name in the model")
