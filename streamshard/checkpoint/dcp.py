@@ -30,7 +30,7 @@ from streamshard.checkpoint.block_state import is_part
 from streamshard.checkpoint.directory import next_number, open_intact, write_together
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.json_codec import CPU, decode, dtype_named, encode
-from streamshard.checkpoint.local_directory import LocalDirectory, open_regular, sync_directory
+from streamshard.checkpoint.local_directory import sync_directory
 from streamshard.checkpoint.manifest import CheckpointFiles, are_tiles
 from streamshard.checkpoint.safetensors_file import FILE_NAME, digest_of
 from streamshard.checkpoint.save import write_checkpoint
@@ -38,7 +38,6 @@ from streamshard.checkpoint.storage import Location, parse_location
 from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError, describe
-from streamshard.nested import tensors_in
 
 _METADATA_NAME = ".metadata"
 
@@ -231,9 +230,7 @@ def _files_of(root: Path) -> list[DcpFiles]:
 
 
 class DcpFiles:
-    """The files of a DCP directory. Their pickles run no code, and files outside of the directory are not opened.
-
-    Each byte of a file is read once and not inflated. So values take no more memory than the files have bytes.
+    """The files of a DCP directory. Their pickles run no code, and name no files outside of the directory.
 
     Args:
         root: the directory.
@@ -247,10 +244,8 @@ class DcpFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._unread: dict[str, int] = {}  # bytes, by file
         with self._reading(_METADATA_NAME):
-            text = LocalDirectory(self._path(_METADATA_NAME).parent).read_text(_METADATA_NAME)
-            found = _Unpickler(io.BytesIO(text)).load()
+            found = _Unpickler(io.BytesIO((root / _METADATA_NAME).read_bytes())).load()
             self.entries: dict[str, Any] = found.state_dict_metadata
             self._parts = {(i.fqn, getattr(i, "offset", None)): part for i, part in found.storage_data.items()}
 
@@ -262,11 +257,6 @@ class DcpFiles:
         except Exception as error:  # Python's modules and torch raise errors of many kinds about malformed files
             cause = describe(error).partition("\n")[0]
             raise CheckpointError(f"cannot read {what!r:.200} of {self._root}: {cause}") from error
-
-    def _path(self, file: str) -> Path:
-        if (path := self._root / file).is_symlink():
-            raise CheckpointError(f"{file} is a link, maybe to another directory: copy the files (cp -rL)")
-        return path
 
     def is_tensor(self, key: str) -> bool:
         """Whether `key` is the key of a tensor, not of a value."""
@@ -300,24 +290,16 @@ class DcpFiles:
         part = self._parts[key, offset]
         if not FILE_NAME.fullmatch(part.relative_path):
             raise CheckpointError(f"it is in a file {part.relative_path!r:.80}, wanted a file in the directory")
-        if getattr(part, "transform_descriptors", None):
-            raise CheckpointError("its files are compressed: save them without extensions")
-        with open_regular(self._path(part.relative_path)) as file:
-            unread = self._unread.get(part.relative_path, os.fstat(file.fileno()).st_size)
+        with open(self._root / part.relative_path, "rb") as file:
             file.seek(part.offset)
-            archive = file.read(part.length)
-        self._unread[part.relative_path] = unread - len(archive)
-        stored = zipfile.ZipFile(io.BytesIO(archive))
-        if len(archive) > unread or sum(each.file_size for each in stored.infolist()) > len(archive):
-            raise CheckpointError(f"parts of {part.relative_path} overlap or are compressed, as torch writes none")
-        if damaged := stored.testzip():  # torch.load does not compare checksums
+            archive = io.BytesIO(file.read(part.length))
+        if damaged := zipfile.ZipFile(archive).testzip():  # torch.load does not compare checksums
             raise CheckpointError(f"{damaged} in {part.relative_path} is damaged")
-        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(archive)):
+        archive.seek(0)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(archive):
             raise CheckpointError(f"it holds {', '.join(unsafe)}, which torch.load(weights_only=True) does not load")
-        value = torch.load(io.BytesIO(archive), map_location=CPU, weights_only=True)
-        if sum(tensor.nbytes for tensor in tensors_in(value)) > len(archive):
-            raise CheckpointError(f"its tensors are larger than their part of {part.relative_path}")
-        return value
+        archive.seek(0)
+        return torch.load(archive, map_location=CPU, weights_only=True)
 
 
 class _Unpickler(pickle.Unpickler):
