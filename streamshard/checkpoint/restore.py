@@ -45,17 +45,10 @@ class Loaded(dict[str, Any]):
             whose values differed between these ranks, if their number is not this run's.
     """
 
-    def __init__(
-        self,
-        values: Mapping[str, Any],
-        path: Location,
-        passed_over: Mapping[Location, str],
-        by_rank: Mapping[str, list[Any]],
-    ) -> None:
-        super().__init__(values)
+    def __init__(self, path: Location, passed_over: Mapping[Location, str]) -> None:
         self.path = path
         self.passed_over = dict(passed_over)
-        self.by_rank = dict(by_rank)
+        self.by_rank: dict[str, list[Any]] = {}
 
     def __missing__(self, key: str) -> NoReturn:
         if key in self.by_rank:
@@ -107,7 +100,7 @@ def load_checkpoint(
             if engine.host is not None:
                 loading.enter_context(engine.host.loading())
         try:
-            plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files), at=path)
+            plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files, passed_over), at=path)
         except CheckpointError:
             if is_gone(path, ranks):
                 return load_checkpoint(directory, model, optimizer, extra)
@@ -122,7 +115,7 @@ def load_checkpoint(
         engine.fill(set(saved_names(each, engine).values()))
         compute_buffers(engine, each)
     log.info("loaded %s", printable(str(path)))
-    return Loaded(plan.values, path, passed_over, plan.by_rank)
+    return plan.loaded
 
 
 # ------------------------------------------------------------------------------------------------ comparing
@@ -134,24 +127,23 @@ class LoadPlan:
     Args:
         parts: the run.
         files: the checkpoint.
+        passed_over: see `Loaded`.
 
     Attributes:
         loads: calls of ``load_state_dict`` of the user's objects, which may raise.
         copies: of tensors in files; made after `loads`.
         steps: run after `copies`, in order, because they need these.
-        values: saved plain values, by the user's key.
-        by_rank: see `Loaded`.
+        loaded: for the user, with the saved plain values.
 
     Raises:
         CheckpointError: names all tensors that are missing, not expected, or of another shape.
     """
 
-    def __init__(self, parts: RunParts, files: CheckpointFiles) -> None:
+    def __init__(self, parts: RunParts, files: CheckpointFiles, passed_over: Mapping[Location, str]) -> None:
         self.loads: list[Callable[[], object]] = []
         self.copies: list[Found] = []
         self.steps: list[Callable[[], object]] = []
-        self.values: dict[str, Any] = {}
-        self.by_rank: dict[str, list[Any]] = {}
+        self.loaded = Loaded(files.root, passed_over)
         self._parts, self._files, self._tensors = parts, files, files.manifest.tensors
         self._device = parts.engine.streams.device
         self._wrong: list[str] = []
@@ -266,7 +258,7 @@ class LoadPlan:
             elif key != name and has_state(mine.get(name)):
                 self._wrong.append(f"{told}: leave it out of extra=. The result's by_rank[{key!r}] has its values")
             elif key != name:
-                self.by_rank[key] = [decode(tree, self._files.read_whole, CPU) for tree in saved]
+                self.loaded.by_rank[key] = [decode(tree, self._files.read_whole, CPU) for tree in saved]
             elif name != RANDOM:
                 if ranks.is_first:
                     log.warning("%s: now all ranks have the first rank's", told)
@@ -279,7 +271,7 @@ class LoadPlan:
             self.loads.append(partial(mine.load_state_dict, value))
             value = mine
         if name.startswith("extra."):
-            self.values[name.removeprefix("extra.")] = value
+            self.loaded[name.removeprefix("extra.")] = value
 
 
 def _other_class(optimizer: Optimizer, saved: str | None, groups: list[dict[str, Any]]) -> str:
