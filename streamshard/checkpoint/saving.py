@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from streamshard.checkpoint.storage import Location
 from streamshard.errors import log
@@ -97,17 +97,8 @@ import_module("concurrent.futures.thread")
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 
 
-class _Unflushable:
-    """Takes the place of standard error at the end: Python ends with status 120 if it cannot flush it."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> NoReturn:
-        raise OSError("a save in the background has failed")
+def _fail() -> NoReturn:
+    raise OSError("a save in the background has failed")
 
 
 @atexit.register  # Python has waited for the thread
@@ -115,5 +106,6 @@ def _end_with_its_error() -> None:
     """Say at the end of the process that the last save has failed, if no call has raised its error."""
     if _running is not None and _running._error is not None:
         log.error("this process ends without the checkpoint %s, and with status 120", _running.path)
-        # All other handlers run. sys.exit() would change no status here, and os._exit() would leave them out.
-        sys.stderr = _Unflushable(sys.stderr)
+        # Python ends with status 120 if it cannot flush standard error, after all other handlers. sys.exit() would
+        # change no status here, and os._exit() would leave them out.
+        sys.stderr.flush = _fail  # type: ignore[method-assign]  # for this
