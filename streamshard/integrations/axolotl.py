@@ -41,11 +41,8 @@ class StreamShardPlugin(BasePlugin):  # type: ignore[misc]  # axolotl is not typ
                 raise ConfigError(f"{what}: take TRL's trainer with StreamShardTrainerMixin")
         from axolotl.core.trainers import AxolotlTrainer
 
-        class StreamShardAxolotlTrainer(StreamShardTrainerMixin, AxolotlTrainer):  # type: ignore[misc]  # not typed
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, streamshard=cfg.streamshard, **kwargs)
-
-        return StreamShardAxolotlTrainer
+        bases = (StreamShardTrainerMixin, AxolotlTrainer)
+        return type("StreamShardAxolotlTrainer", bases, {"streamshard": cfg.streamshard})
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """Save the model on all ranks. Axolotl then saves it into the same directory, on rank 0 alone."""

@@ -14,11 +14,6 @@ from streamshard.integrations.transformers import StreamShardTrainerMixin
 class SwiftTrainerMixin(StreamShardTrainerMixin):
     """`StreamShardTrainerMixin` for ms-swift's trainers."""
 
-    _options: dict[str, Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, streamshard=self._options, **kwargs)
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """As in ms-swift, which copies the run's arguments from the directory above into a checkpoint."""
         super()._save(output_dir, state_dict)
@@ -37,6 +32,6 @@ def shard_trainers(**options: Any) -> None:
 
     def get_trainer_cls(args: Any) -> type:
         trainer = find(args)
-        return type(trainer.__name__, (SwiftTrainerMixin, trainer), {"_options": options})
+        return type(trainer.__name__, (SwiftTrainerMixin, trainer), {"streamshard": options})
 
     TrainerFactory.get_trainer_cls = get_trainer_cls

@@ -71,9 +71,10 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     accelerator: Any
     is_fsdp_enabled: bool  # Trainer's
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+    streamshard: Mapping[str, Any] | None = None  # options of classes that are made for them
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._sharding_options = dict(streamshard or {})
+        self._sharding_options = dict(streamshard or self.streamshard or {})
         self._accumulates = self._sharding_options.pop("accumulate", False)
         self._waiting: list[Any] = []  # inputs of the step's earlier micro-batches
         options, names = self._sharding_options, ("flops_per_s", "flops_per_token")
