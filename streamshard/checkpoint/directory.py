@@ -97,14 +97,15 @@ def survey(directory: Location) -> list[Entry]:
     """
     storage = storage_of(directory)
     inside = [read_entry(directory / name) for name in sorted(storage.complete())]
-    there = [each for each in inside if not each.wrong or storage.has(each.path.name)]  # another run may delete some
+    # Another run may delete some.
+    there = [each for each in inside if not each.wrong or each.path.name in storage.names()]
     outer = [read_entry(directory)] if is_checkpoint(directory) else []
     return sorted(outer + there, key=lambda each: each.order)
 
 
 def is_checkpoint(directory: Location) -> bool:
     """Whether `directory` has a manifest, damaged or not."""
-    return storage_of(directory).has(MANIFEST_NAME)
+    return storage_of(directory).is_file(MANIFEST_NAME)
 
 
 def read_entry(path: Location) -> Entry:

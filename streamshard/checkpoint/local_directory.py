@@ -56,9 +56,6 @@ class LocalDirectory(Storage):
     def is_file(self, name: str) -> bool:
         return (self.path / name).is_file()
 
-    def has(self, name: str) -> bool:
-        return os.path.lexists(self.path / name)
-
     def is_link(self, name: str) -> bool:
         return (self.path / name).is_symlink()
 
@@ -206,11 +203,6 @@ def open_regular(path: Path) -> BinaryIO:
         OSError: the system cannot open it.
     """
 
-    def opener(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
+    if not stat.S_ISREG(os.stat(path).st_mode):
         raise CheckpointError(f"{path} is not a regular file")
-
-    return open(path, "rb", opener=opener)
+    return open(path, "rb")

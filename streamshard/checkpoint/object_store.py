@@ -111,11 +111,10 @@ class ObjectStore(Storage):
         names, starts, stops = ([*each] for each in zip(*ranges, strict=True))
         with self._telling():
             found: list[Any] = self._fs.cat_ranges([f"{self._root}/{name}" for name in names], starts, stops)
-        for name, data in zip(names, found, strict=True):
+        for (name, start, stop), data in zip(ranges, found, strict=True):
             with self._telling(name):
                 if isinstance(data, BaseException):
                     raise data
-        for (name, start, stop), data in zip(ranges, found, strict=True):
             if len(data) != stop - start:
                 raise CheckpointError(f"{self.path / name} has {len(data)} bytes from byte {start} to {stop}")
         return found

@@ -109,10 +109,6 @@ class Storage(Protocol):
     def is_file(self, name: str) -> bool:
         """Whether a file has this name."""
 
-    def has(self, name: str) -> bool:
-        """Whether something has this name, a broken link too."""
-        return name in self.names()
-
     def is_link(self, name: str) -> bool:
         """Whether the user's link has this name."""
         return False
