@@ -61,29 +61,6 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             kwargs.setdefault("cpu", True)  # else accelerate trains each process by itself
         parallelism = kwargs.pop("parallelism_config", None)  # accelerate takes it on GPUs, and with FSDP2 only
         super().__init__(*args, **kwargs)
-        self._begin(options, parallelism)
-
-    @classmethod
-    def take_over(
-        cls, accelerator: Accelerator, parallelism: ParallelismConfig | None = None, **options: Any
-    ) -> StreamShardAccelerator:
-        """Make a `StreamShardAccelerator` of an `Accelerator`, such as Trainer's, that has prepared nothing.
-
-        Args:
-            accelerator: shares its attributes with the result, so bound methods of `accelerator` still work.
-            parallelism: see ``parallelism_config``; None: the configuration of `accelerator`, if it has one.
-            **options: options of `StreamShard`.
-
-        Raises:
-            ConfigError: as for the constructor.
-        """
-        made = object.__new__(cls)
-        made.__dict__ = accelerator.__dict__
-        made._begin(options, parallelism)
-        return made
-
-    def _begin(self, options: dict[str, Any], parallelism: ParallelismConfig | None) -> None:
-        """Check the launch, and set this class's own state, after accelerate's constructor."""
         _check_launch(self)
         self._options = options
         self._takes_rows = False  # inside `gather_for_metrics`

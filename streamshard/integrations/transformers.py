@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import ParallelismConfig
+import transformers.trainer
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
@@ -41,7 +41,7 @@ from streamshard.integrations.peft import has_adapters, plain_classes, save_on_f
 from streamshard.integrations.run_log import RunLog
 from streamshard.optim.full_state import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.optim.whole import WholeParameterOptimizer
-from streamshard.planning.structure import modules_inside, replacing
+from streamshard.planning.structure import replacing
 
 _REPLACED = "replaced-"  # Trainer takes every directory called "checkpoint-.." for a checkpoint
 
@@ -189,21 +189,11 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let Trainer make its accelerator, and make a `StreamShardAccelerator` of it."""
+        """As in Trainer, which gets a `StreamShardAccelerator`."""
         _refuse(self.args)
-        parallelism = getattr(self.args, "parallelism_config", None)
-        parts = [model.__dict__ for model in modules_inside(self.model)]
-        cut = [part for part in parts if (part.get("_tp_size") or 1) > 1]  # by transformers, while loading
-        # accelerate would refuse a ParallelismConfig without FSDP2 on CPUs.
-        without = (self.args.__dict__, "parallelism_config", None), *((part, "_tp_size", None) for part in cut)
-        with replacing(*without):
+        make = functools.partial(StreamShardAccelerator, **self._sharding_options)
+        with replacing((vars(transformers.trainer), "Accelerator", make)):
             super().create_accelerator_and_postprocess()
-        for part in cut:
-            parallelism = parallelism or ParallelismConfig(tp_size=part["_tp_size"])
-        options = self._sharding_options
-        self.accelerator = StreamShardAccelerator.take_over(self.accelerator, parallelism, **options)
-        objects = self.args.eval_use_gather_object
-        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: sharding moves the model unit by unit, so it need not fit on a device."""

@@ -204,28 +204,23 @@ def test_pieces_are_not_reduced(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_options_are_those_of_streamshard(context: RankContext) -> None:
-    """Also of an Accelerator that somebody else has made."""
     options: dict[str, Any] = {"weight_slots": "all", "units": ["Block", "last"], "resident": "blocks.1"}
     with launched(context):
-        for accelerator in (
-            StreamShardAccelerator(**options),
-            StreamShardAccelerator.take_over(Accelerator(), **options),
-        ):
-            engine = engine_of(accelerator.prepare(make_model()))
-            assert engine.plan.keeps_weights
-            assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
-            assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, False]
+        engine = engine_of(StreamShardAccelerator(**options).prepare(make_model()))
+        assert engine.plan.keeps_weights
+        assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
+        assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, False]
 
 
 @on_ranks(1)
-def test_options_that_contradict_each_other_are_refused(context: RankContext) -> None:
+def test_options_that_contradict_each_other_are_refused(context: RankContext, monkeypatch: pytest.MonkeyPatch) -> None:
     with launched(context):
         with pytest.raises(ConfigError, match="weight_slots=1"):
             StreamShardAccelerator(weight_slots=1).prepare(make_model())
-        accelerator = Accelerator()
-        accelerator.state.distributed_type = DistributedType.FSDP
+        monkeypatch.setattr(StreamShardAccelerator, "distributed_type", DistributedType.FSDP)
         with pytest.raises(ConfigError, match="asked for FSDP.*--multi_gpu"):
-            StreamShardAccelerator.take_over(accelerator)
+            StreamShardAccelerator()
+    monkeypatch.undo()
     contradiction = pytest.raises(ConfigError, match="bfloat16, and mixed_precision is 'fp16'")
     with launched(context, ACCELERATE_MIXED_PRECISION="fp16"), contradiction:
         StreamShardAccelerator(precision=Precision()).prepare(make_model())
