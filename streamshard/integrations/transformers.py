@@ -15,9 +15,9 @@ import contextlib
 import functools
 import os
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -311,11 +311,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = full_optimizer_state_dict(self.model, _inner(self.optimizer))
-        if self.args.should_save:
-            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
-            with warnings.catch_warnings():  # the scheduler warns to save the optimizer as well
-                warnings.simplefilter("ignore", UserWarning)
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        with replacing((self.__dict__, "optimizer", SimpleNamespace(state_dict=lambda: state))):
+            super()._save_optimizer_and_scheduler(output_dir)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
