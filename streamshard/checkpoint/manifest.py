@@ -87,23 +87,17 @@ class TensorRecord(NamedTuple):
             TypeError: starts are not numbers.
         """
         pieces = tuple(sorted(self.pieces, key=lambda piece: (piece.box, piece.start, piece.stop)))
-        ranges: dict[Box, list[int]] = {} if pieces else {(): []}  # by box
+        whole = tuple((0, size, size) for size in self.shape)
+        ranges: dict[Box, list[int]] = {} if pieces else {whole: []}  # by box
         for piece in pieces:
-            ranges.setdefault(piece.box, []).extend(piece[1:3])
-        fit = _are_sizes((*self.shape, *chain(*(piece[:3] for piece in pieces))))
-        if fit and any(ranges):
-            whole = tuple((0, size, size) for size in self.shape)
-            boxes = [box or whole for box in ranges]
-            sizes = [tuple(size for *_, size in box) for box in boxes]
-            fit = (
-                len({*sizes}) == 1
-                and _are_sizes(chain(*sizes))
-                and math.prod(sizes[0]) == math.prod(self.shape)
-                and are_tiles(sizes[0], [[(start, length) for start, length, _ in box] for box in boxes])
-            )
-        numel = math.prod(self.shape) if fit else 0
-        fit = fit and all(
-            _is_filled(math.prod(length for _, length, _ in box) if box else numel, own) for box, own in ranges.items()
+            ranges.setdefault(piece.box or whole, []).extend(piece[1:3])
+        shape, *others = {tuple(size for *_, size in box) for box in ranges}
+        fit = (
+            not others
+            and _are_sizes(chain(shape, self.shape, *(piece[:3] for piece in pieces)))
+            and math.prod(shape) == math.prod(self.shape)
+            and are_tiles(shape, [[(start, length) for start, length, _ in box] for box in ranges])
+            and all(_is_filled(math.prod(length for _, length, _ in box), own) for box, own in ranges.items())
         )
         if not fit:
             places = ((each, f"{list(each.box)} of " * bool(each.box)) for each in pieces)
