@@ -38,6 +38,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -101,12 +102,6 @@ class FileNames:
         return [*(file.name for file in files), *([self.index] if len(files) > 1 else [])]
 
 
-def _refuse_quantized(engine: Engine) -> None:
-    for param in engine.params:
-        if param.form.beside(param.sharded):
-            raise CheckpointError(f"{param.name!r} is quantized; only unquantized weights can be exported")
-
-
 def export_safetensors(
     model: nn.Module, directory: AnyPath, dtype: torch.dtype | str | None = None, max_shard_size: int | str = "5GB"
 ) -> list[str]:
@@ -138,49 +133,55 @@ def export_safetensors(
     """
     root = parse_location("directory", directory)
     engine = engine_at_rest(not_a_layer(model), "export_safetensors")
-    ranks = engine.ranks
     wanted = None if dtype is None else parse_dtype("dtype", dtype, "None")
     max_file_bytes = parse_bytes("max_shard_size", max_shard_size)
-    names = FileNames(conventions().file_stem(model))
 
-    def plan() -> tuple[list[FileLayout], Held, torch.dtype | None]:
+    def make() -> ExportPlan:
         finish_running()  # a save to the same place, for which the export would be another run
-        refuse_replacing(root, names)
-        # Replicas have the same weights, or in local SGD nearly the same: the first one writes.
-        here = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
-        pieces = {name: piece for name, piece in here.items() if not piece.is_copy}
-        stored, runs_of = plan_export(model, engine, wanted)
-        _refuse_quantized(engine)
-        held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
-        floating = (tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
-        return plan_files(stored, max_file_bytes, names), held, next(floating, None)
+        return _plan(model, engine, root, wanted, max_file_bytes)
 
-    def write_config(directory: Path) -> None:
-        conventions().write_config(model, directory, first_dtype)
-
-    def write(partial: Path) -> int:
-        if ranks.is_first:
-            write_config(partial)
-        return sum(write_ranges(partial, file, held, is_first=ranks.is_first) for file in files)
-
-    def publish(partial: Path, n_bytes: list[int]) -> list[str]:
-        if sum(n_bytes) != sum(file.size_bytes for file in files):
-            raise CheckpointError(f"ranks did not write every byte of {root} once")
-        named = name_files(files, names, partial) if names.are_in(os.listdir(partial.parent)) else files
-        for old, new in zip(files, named, strict=True):
-            os.rename(partial / old.name, partial / new.name)
-        _publish(partial, partial.parent, names, [file.name for file in named], encode_index(named, n_parameters))
-        return names.written(named)
-
-    n_parameters = sum(param.piece.full.numel() for param in engine.params)
-    files, held, first_dtype = run_on_all_ranks(ranks, "plan the export", plan)
-    doing = f"export to {root}"
-    if isinstance(root, Url):
-        written = upload(ranks, doing, root, files, held, names, write_config, n_parameters)
-    else:
-        written = write_together(ranks, doing, root, "model", write=write, publish=publish, alone=True)
+    ranks = engine.ranks
+    plan = run_on_all_ranks(ranks, "plan the export", make)
+    written = upload(ranks, root, plan) if isinstance(root, Url) else _write_together(ranks, root, plan)
     log.info("exported %s", root)
     return written
+
+
+class ExportPlan(NamedTuple):
+    """An export, as planned.
+
+    Attributes:
+        files: the same on all ranks.
+        held: this rank's ranges of their tensors.
+        names: of the files.
+        n_parameters: elements of all parameters, for the index.
+        write_config: writes the files beside the weights into a directory.
+    """
+
+    files: list[FileLayout]
+    held: Held
+    names: FileNames
+    n_parameters: int
+    write_config: Callable[[Path], None]
+
+
+def _plan(
+    model: nn.Module, engine: Engine, root: Location, dtype: torch.dtype | None, max_file_bytes: int
+) -> ExportPlan:
+    ranks, names = engine.ranks, FileNames(conventions().file_stem(model))
+    refuse_replacing(root, names)
+    # Replicas have the same weights, or in local SGD nearly the same: the first one writes.
+    here = {} if ranks.replica else local_pieces(model, engine, buffers=ranks.is_first)
+    pieces = {name: piece for name, piece in here.items() if not piece.is_copy}
+    stored, runs_of = plan_export(model, engine, dtype)
+    for param in engine.params:
+        if param.form.beside(param.sharded):
+            raise CheckpointError(f"{param.name!r} is quantized; only unquantized weights can be exported")
+    held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
+    files = plan_files(stored, max_file_bytes, names)
+    n_parameters = sum(param.piece.full.numel() for param in engine.params)
+    first = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
+    return ExportPlan(files, held, names, n_parameters, lambda to: conventions().write_config(model, to, first))
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -225,6 +226,27 @@ def name_files(files: Sequence[FileLayout], names: FileNames, partial: Location)
     return [file._replace(name=file.name.replace(f"{names.stem}-", token, 1)) for file in files]
 
 
+def _write_together(ranks: RankGroup, root: Path, plan: ExportPlan) -> list[str]:
+    """Write an export to a file system. Collective. Returns the names of its files."""
+    files, names = plan.files, plan.names
+
+    def write(partial: Path) -> int:
+        if ranks.is_first:
+            plan.write_config(partial)
+        return sum(write_ranges(partial, file, plan.held, is_first=ranks.is_first) for file in files)
+
+    def publish(partial: Path, n_bytes: list[int]) -> list[str]:
+        if sum(n_bytes) != sum(file.size_bytes for file in files):
+            raise CheckpointError(f"ranks did not write every byte of {root} once")
+        named = name_files(files, names, partial) if names.are_in(os.listdir(root)) else files
+        for old, new in zip(files, named, strict=True):
+            os.rename(partial / old.name, partial / new.name)
+        _publish(partial, root, names, [file.name for file in named], encode_index(named, plan.n_parameters))
+        return names.written(named)
+
+    return write_together(ranks, f"export to {root}", root, "model", write=write, publish=publish, alone=True)
+
+
 def _publish(partial: Path, root: Path, names: FileNames, written: Collection[str], index: bytes) -> None:
     """Move the files from `partial` to `root`, so that readers find them. See [Note: publishing an export].
 
@@ -264,25 +286,16 @@ def refuse_replacing(root: Location, names: FileNames) -> None:
         raise CheckpointError(f"{root} has an export, {front}, and object storage replaces none: name a new directory")
 
 
-def upload(
-    ranks: RankGroup,
-    doing: str,
-    root: Url,
-    files: Sequence[FileLayout],
-    held: Held,
-    names: FileNames,
-    write_config: Callable[[Path], None],
-    n_parameters: int,
-) -> list[str]:
+def upload(ranks: RankGroup, root: Url, plan: ExportPlan) -> list[str]:
     """Write an export to object storage. Collective. See [Note: exports on object storage]."""
-    files = [*files]
+    files, names, held = [*plan.files], plan.names, plan.held
 
     def write(partial: Url) -> list[list[Place]]:
         if len(files) > 1:
             files[:] = name_files(files, names, partial)
         if ranks.is_first:
             with tempfile.TemporaryDirectory() as local:
-                write_config(Path(local))
+                plan.write_config(Path(local))
                 for file in Path(local).iterdir():
                     ObjectStore(root).put(file.name, file.read_bytes())
         return write_part(partial, f"rank-{ranks.total_rank:05d}", files, held) if ranks.total_size > 1 else []
@@ -297,9 +310,10 @@ def upload(
 
     def publish(_: Url, __: object) -> list[str]:
         if len(files) > 1:
-            ObjectStore(root).put(names.index, encode_index(files, n_parameters))
+            ObjectStore(root).put(names.index, encode_index(files, plan.n_parameters))
         return names.written(files)
 
+    doing = f"export to {root}"
     return write_together(ranks, doing, root, "model", write=write, join=join, publish=publish)
 
 
