@@ -247,7 +247,7 @@ class DcpFiles:
         with self._reading(_METADATA_NAME):
             found = _Unpickler(io.BytesIO((root / _METADATA_NAME).read_bytes())).load()
             self.entries: dict[str, Any] = found.state_dict_metadata
-            self._parts = {(i.fqn, getattr(i, "offset", None)): part for i, part in found.storage_data.items()}
+            self._storage_data = {(i.fqn, getattr(i, "offset", None)): info for i, info in found.storage_data.items()}
 
     @contextlib.contextmanager
     def _reading(self, what: str) -> Iterator[None]:
@@ -287,14 +287,14 @@ class DcpFiles:
 
     def _load(self, key: str, offset: tuple[int, ...] | None) -> Any:
         """The tensor or value in a part of a file. The offset of a value is None."""
-        part = self._parts[key, offset]
-        if not FILE_NAME.fullmatch(part.relative_path):
-            raise CheckpointError(f"it is in a file {part.relative_path!r:.80}, wanted a file in the directory")
-        with open(self._root / part.relative_path, "rb") as file:
-            file.seek(part.offset)
-            archive = io.BytesIO(file.read(part.length))
+        info = self._storage_data[key, offset]
+        if not FILE_NAME.fullmatch(info.relative_path):
+            raise CheckpointError(f"it is in a file {info.relative_path!r:.80}, wanted a file in the directory")
+        with open(self._root / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            archive = io.BytesIO(file.read(info.length))
         if damaged := zipfile.ZipFile(archive).testzip():  # torch.load does not compare checksums
-            raise CheckpointError(f"{damaged} in {part.relative_path} is damaged")
+            raise CheckpointError(f"{damaged} in {info.relative_path} is damaged")
         archive.seek(0)
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(archive):
             raise CheckpointError(f"it holds {', '.join(unsafe)}, which torch.load(weights_only=True) does not load")

@@ -137,15 +137,15 @@ def next_number(directory: Location) -> int:
     return max((number_in(name) or 0 for name in storage_of(directory).names()), default=0) + 1
 
 
-def check_sizes(directory: Location, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-    """Check that files are there, readable, and of their recorded sizes: an equal share, number `part` of `parts`.
+def check_sizes(directory: Location, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
+    """Check that files are there, readable, and of their recorded sizes: an equal share, number `share` of `shares`.
 
     Raises:
         CheckpointError: a file is missing, or has another size.
         OSError: the system cannot read a file now.
     """
     size_of = storage_of(directory).sizes()
-    for record in manifest.files[part::parts]:
+    for record in manifest.files[share::shares]:
         try:
             size_bytes = size_of(record.name)
         except (FileNotFoundError, NotADirectoryError) as error:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, contiguous_runs, meet_runs, runs_in
-from streamshard.checkpoint.safetensors_file import Stored
+from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, contiguous_runs, intersect_runs, runs_in
+from streamshard.checkpoint.safetensors_file import StoredTensor
 from streamshard.checkpoint.storage import Location
 from streamshard.conventions import conventions
 from streamshard.core.engine import Engine
@@ -170,7 +170,7 @@ class TensorPiece(NamedTuple):
         return [cls.whole(name, tensor) for name, tensor in tensors.items() if piece_of(tensor) is None]
 
     @classmethod
-    def parts(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
+    def sharded(cls, tensors: Mapping[str, torch.Tensor]) -> list[TensorPiece]:
         """A piece for each tensor that is one: averages of weights in an object of the user's."""
         found = ((name, piece_of(tensor), tensor.as_subclass(torch.Tensor)) for name, tensor in tensors.items())
         return [cls.of(name, piece, data.contiguous()) for name, piece, data in found if piece is not None]
@@ -262,7 +262,7 @@ def plan_export(
 
 
 def plan_load(
-    model: nn.Module, engine: Engine, stored: Mapping[str, Stored]
+    model: nn.Module, engine: Engine, stored: Mapping[str, StoredTensor]
 ) -> tuple[dict[str, list[Run]], Difference]:
     """Match the tensors in files with the model's parameters and buffers.
 
@@ -337,7 +337,7 @@ def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator
     """The parts of a tensor made of `runs` that `pieces` have: for each, its first element in the tensor, and data."""
     for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
-        for place, along, numel in meet_runs(piece.runs(), [(run.source_start, run.numel)]):
+        for place, along, numel in intersect_runs(piece.runs(), [(run.source_start, run.numel)]):
             yield run.start + along, piece.data[place : place + numel]
 
 

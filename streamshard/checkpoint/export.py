@@ -24,9 +24,9 @@ rename as the weights: an error or a kill between the two leaves the new config 
 
 [Note: exports on object storage]
 An object has one writer. So the ranks take turns with the files, and each uploads the ranges of other ranks' files that
-it holds as one object, its part, in the partial directory. The config comes first and the front last. Several files
-always have the export's token in their names, and no export deletes them: of two at once the later front counts, and
-its files are there. An export that is there is not replaced: a front that is one file would stand for other bytes.
+it holds as one object in the partial directory. The config comes first and the front last. Several files always have
+the export's token in their names, and no export deletes them: of two at once the later front counts, and its files are
+there. An export that is there is not replaced: a front that is one file would stand for other bytes.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from streamshard.checkpoint.safetensors_file import (
     Held,
     OpenFiles,
     Place,
-    Stored,
+    StoredTensor,
     copy_ranges,
     digest_of,
     join_ranges,
     lay_out,
-    read_parts,
-    write_part,
+    read_ranges,
+    write_own_ranges,
     write_ranges,
 )
 from streamshard.checkpoint.saving import finish_running
@@ -298,7 +298,7 @@ def upload(ranks: RankGroup, root: Url, plan: ExportPlan) -> list[str]:
                 plan.write_config(Path(local))
                 for file in Path(local).iterdir():
                     ObjectStore(root).put(file.name, file.read_bytes())
-        return write_part(partial, f"rank-{ranks.total_rank:05d}", files, held) if ranks.total_size > 1 else []
+        return write_own_ranges(partial, f"rank-{ranks.total_rank:05d}", files, held) if ranks.total_size > 1 else []
 
     def join(partial: Url, places: list[list[list[Place]]]) -> list[list[Place]]:
         for at in range(ranks.total_rank, len(files), ranks.total_size):
@@ -340,7 +340,7 @@ class StoredDirectory(OpenFiles):
             file_of = dict.fromkeys(self.open(names.single).keys(), names.single)
         else:
             file_of = self._read_index(names)
-        self.tensors: dict[str, Stored] = {name: self.stored(file, name) for name, file in file_of.items()}
+        self.tensors: dict[str, StoredTensor] = {name: self.stored(file, name) for name, file in file_of.items()}
 
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and some bytes of each tensor: different for different training steps."""
@@ -349,7 +349,7 @@ class StoredDirectory(OpenFiles):
             (each, each.numel // 2, min(-(-each.numel // 2), _SAMPLE_BYTES // each.dtype.itemsize))
             for each in filled.values()
         ]
-        samples = dict(zip(filled, read_parts(middles), strict=True))
+        samples = dict(zip(filled, read_ranges(middles), strict=True))
         return digest_of({name: tensor.shape for name, tensor in self.tensors.items()}, samples)
 
     def _read_index(self, names: FileNames) -> dict[str, str]:
@@ -419,7 +419,7 @@ def _load(model: nn.Module, engine: Engine, root: Location, *, strict: bool) -> 
     def read() -> None:
         with torch.no_grad():
             found = ((stored.tensors[name], overlaps(own, pieces)) for name, own in runs.items())
-            copy_ranges((tensor, start, data) for tensor, parts in found for start, data in parts)
+            copy_ranges((tensor, start, data) for tensor, own in found for start, data in own)
             fill_buffers(model, pieces)
 
     # From here on only the storage itself can fail.

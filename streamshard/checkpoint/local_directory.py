@@ -80,7 +80,7 @@ class LocalDirectory(Storage):
 
     @contextlib.contextmanager
     def writing(self, name: str, size_bytes: int) -> Iterator[Write]:
-        with opened(self.path / name) as descriptor:
+        with open_for_writing(self.path / name) as descriptor:
             yield functools.partial(write_all, descriptor)
 
     def begin(self, name: str) -> Partial:
@@ -120,7 +120,7 @@ class LocalDirectory(Storage):
 
     def publish(self, partial: str, name: str, manifest: bytes) -> Path:
         directory = self.path / partial
-        with opened(directory / MANIFEST_NAME) as descriptor:
+        with open_for_writing(directory / MANIFEST_NAME) as descriptor:
             write_all(descriptor, manifest, 0)
         sync_directory(directory)
         return _rename_to_unused(directory, self.path / name)
@@ -158,7 +158,7 @@ def _rename_to_unused(partial: Path, path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_for_writing(path: Path) -> Iterator[int]:
     """The descriptor of a file for writing, made if it is not there. Synced to the disk when the context ends.
 
     Raises:

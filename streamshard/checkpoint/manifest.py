@@ -30,10 +30,10 @@ import torch
 from streamshard.checkpoint.json_codec import CPU, dtype_name, dtype_named
 from streamshard.checkpoint.safetensors_file import (
     FILE_NAME,
+    Copy,
     FileRecord,
-    Found,
     OpenFiles,
-    Stored,
+    StoredTensor,
     copy_ranges,
     verify_files,
 )
@@ -302,7 +302,7 @@ def name_of_replica(name: str, replica: int) -> str:
     return f"replica{replica}/{name}"
 
 
-def meet_runs(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+def intersect_runs(one: Iterable[tuple[int, int]], other: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """The common elements of two ascending lists of ranges (first element, number).
 
     Yields:
@@ -332,22 +332,22 @@ class CheckpointFiles(OpenFiles):
     def __init__(self, path: Location, manifest: Manifest) -> None:
         super().__init__(path)
         self.manifest = manifest
-        self._read: set[str] = set()
+        self._already_read: set[str] = set()
 
-    def verify(self, part: int, parts: int) -> None:
-        """Compare an equal share of the files, number `part` of `parts`, with their checksums and with the manifest.
+    def verify(self, share: int, shares: int) -> None:
+        """Compare an equal share of the files, number `share` of `shares`, with their checksums and with the manifest.
 
         Raises:
             CheckpointError: names a damaged file.
             OSError: the system cannot read a file.
         """
-        verify_files(self.root, self.manifest.files, part, parts)
+        verify_files(self.root, self.manifest.files, share, shares)
         for name, record in self.manifest.tensors.items():
             for piece in record.pieces:
-                if piece.file % parts == part and piece.start < piece.stop:
+                if piece.file % shares == share and piece.start < piece.stop:
                     self._stored(name, record, piece)
 
-    def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> Stored:
+    def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> StoredTensor:
         """A piece as stored, 1-D."""
         file = self.manifest.files[piece.file].name
         stored = self.stored(file, name)
@@ -355,7 +355,7 @@ class CheckpointFiles(OpenFiles):
             raise CheckpointError(f"{self.root / file} does not have the piece of {name!r} that the manifest names")
         return stored
 
-    def find(self, name: str, start: int, target: torch.Tensor, box: Box = ()) -> Iterator[Found]:
+    def find(self, name: str, start: int, target: torch.Tensor, box: Box = ()) -> Iterator[Copy]:
         """The copies that fill `target` with elements [start, start + n) of the tensor `name`, or of a box in it.
 
         Mapped files stay mapped, so the copies work even if the files are deleted.
@@ -376,9 +376,9 @@ class CheckpointFiles(OpenFiles):
         for piece in record.pieces:
             wanted, there = (start, target.numel()), (piece.start, piece.stop - piece.start)
             if piece.box == box:
-                found = meet_runs([there], [wanted])
+                found = intersect_runs([there], [wanted])
             else:
-                found = meet_runs(runs_in(piece.box, *there), runs_in(box, *wanted))
+                found = intersect_runs(runs_in(piece.box, *there), runs_in(box, *wanted))
             for at, place, numel in found:
                 yield self._stored(name, record, piece), at, target[place : place + numel]
 
@@ -389,9 +389,9 @@ class CheckpointFiles(OpenFiles):
             CheckpointError: the tensor was read before. Each value has tensors of its own, so the manifest is forged,
                 and could take any amount of memory.
         """
-        if name in self._read:
+        if name in self._already_read:
             raise CheckpointError(f"its values refer to the tensor {name!r:.80} more than once")
-        self._read.add(name)
+        self._already_read.add(name)
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype, device=device)
         copy_ranges(self.find(name, 0, whole.view(-1)))

@@ -42,7 +42,7 @@ class ObjectStore(Storage):
         CheckpointError: fsspec, or its package for such URLs, is missing; or fsspec knows no such URLs.
     """
 
-    at_once = 8
+    chunks_per_read = 8
 
     def __init__(self, path: Url) -> None:
         self.path: Url = path
@@ -56,7 +56,7 @@ class ObjectStore(Storage):
         self._root: str = root.rstrip("/")
 
     @contextlib.contextmanager
-    def _telling(self, name: str = "") -> Iterator[str]:
+    def _raising_os_errors(self, name: str = "") -> Iterator[str]:
         """Gives fsspec's path of an object. Errors of many classes become OSErrors that name the URL."""
         url, path = (self.path / name, f"{self._root}/{name}") if name else (self.path, self._root)
         try:
@@ -70,7 +70,7 @@ class ObjectStore(Storage):
 
     def _entries(self) -> dict[str, int]:
         """By name, the size of each object in the directory, and -1 for each directory in it."""
-        with self._telling() as path:
+        with self._raising_os_errors() as path:
             self._fs.invalidate_cache(path)
             try:
                 found: list[dict[str, Any]] = self._fs.ls(path, detail=True)
@@ -109,10 +109,10 @@ class ObjectStore(Storage):
 
     def read(self, *ranges: tuple[str, int, int]) -> list[bytes]:
         names, starts, stops = ([*each] for each in zip(*ranges, strict=True))
-        with self._telling():
+        with self._raising_os_errors():
             found: list[Any] = self._fs.cat_ranges([f"{self._root}/{name}" for name in names], starts, stops)
         for (name, start, stop), data in zip(ranges, found, strict=True):
-            with self._telling(name):
+            with self._raising_os_errors(name):
                 if isinstance(data, BaseException):
                     raise data
             if len(data) != stop - start:
@@ -125,7 +125,7 @@ class ObjectStore(Storage):
     @contextlib.contextmanager
     def writing(self, name: str, size_bytes: int) -> Iterator[Write]:
         part_bytes = max(_PART_BYTES, -(-size_bytes // _MAX_PARTS // CHUNK_BYTES) * CHUNK_BYTES)
-        with self._telling(name) as path:
+        with self._raising_os_errors(name) as path:
             file = self._fs.open(path, "wb", block_size=part_bytes)
 
         done = 0
@@ -134,7 +134,7 @@ class ObjectStore(Storage):
             nonlocal done
             if position != done and len(data):
                 raise CheckpointError(f"{self.path / name}: ranks do not have each byte of it once")
-            with self._telling(name):
+            with self._raising_os_errors(name):
                 file.write(data)
             done += len(data)
 
@@ -142,7 +142,7 @@ class ObjectStore(Storage):
             yield write
             if done != size_bytes:
                 raise CheckpointError(f"{self.path / name} would have {done} bytes of {size_bytes}")
-            with self._telling(name):
+            with self._raising_os_errors(name):
                 file.close()
         except BaseException:
             _abandon(file)
@@ -150,16 +150,16 @@ class ObjectStore(Storage):
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small object. It replaces another one at once."""
-        with self._telling(name) as path:
+        with self._raising_os_errors(name) as path:
             self._fs.pipe_file(path, content)
 
     def unlink(self, name: str) -> None:
         """Delete an object, if it is there."""
-        with contextlib.suppress(FileNotFoundError), self._telling(name) as path:
+        with contextlib.suppress(FileNotFoundError), self._raising_os_errors(name) as path:
             self._fs.rm_file(path)
 
     def _remove_tree(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._telling(name) as path:
+        with contextlib.suppress(FileNotFoundError), self._raising_os_errors(name) as path:
             entries = self._inside(name)._entries()
             if others := [f"{path}/{each}" for each in entries if each not in (BEGUN, SWEPT)]:
                 self._fs.rm(others, recursive=True)

@@ -360,7 +360,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
         if owner not in (None, ranks.rank):
             continue
         cut = param if owner is None else None
-        own = decode(values, partial(_part_of, got, cut), device if cut is None else cut.sharded.device)
+        own = decode(values, partial(_piece_of, got, cut), device if cut is None else cut.sharded.device)
         if cut is not None and not steps_here(None, engine, cut):
             continue
         if isinstance(key, int):
@@ -369,7 +369,7 @@ def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str,
     optimizer.load_state_dict({**others, "state": state})
 
 
-def _part_of(full: Mapping[str, torch.Tensor], param: Param | None, name: str, where: torch.device) -> torch.Tensor:
+def _piece_of(full: Mapping[str, torch.Tensor], param: Param | None, name: str, where: torch.device) -> torch.Tensor:
     """The tensor `name` of `full`, or with `param` this rank's part of it."""
     whole = full[name]
     if param is None:

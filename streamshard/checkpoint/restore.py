@@ -22,7 +22,7 @@ from streamshard.checkpoint.json_codec import CPU, decode
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owner_ranks, steps_here
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, class_name, facts_of, has_state
-from streamshard.checkpoint.safetensors_file import Found, copy_ranges
+from streamshard.checkpoint.safetensors_file import Copy, copy_ranges
 from streamshard.checkpoint.saving import finish_running
 from streamshard.checkpoint.storage import Location, parse_location, storage_of
 from streamshard.comm.ranks import run_on_all_ranks
@@ -141,7 +141,7 @@ class LoadPlan:
 
     def __init__(self, parts: RunParts, files: CheckpointFiles, passed_over: Mapping[Location, str]) -> None:
         self.loads: list[Callable[[], object]] = []
-        self.copies: list[Found] = []
+        self.copies: list[Copy] = []
         self.steps: list[Callable[[], object]] = []
         self.loaded = Loaded(files.root, passed_over)
         self._parts, self._files, self._tensors = parts, files, files.manifest.tensors
@@ -164,7 +164,7 @@ class LoadPlan:
         """The value of JSON `saved`, with full tensors: of this rank's replica, if `engine` is given."""
         return decode(saved, lambda name, on: self._files.read_whole(self._of_replica(engine, name), on), self._device)
 
-    def _read(self, what: str, piece: TensorPiece) -> None:
+    def _plan_piece(self, what: str, piece: TensorPiece) -> None:
         """Plan to fill `piece` with its elements of the saved tensor of its name."""
         if (found := self._tensors[piece.name].shape) != piece.shape:
             self._wrong.append(f"{what} has shape {list(found)}, wanted {list(piece.shape)}")
@@ -188,7 +188,7 @@ class LoadPlan:
         wrong = {"missing": sorted(pieces.keys() - found.keys()), "unexpected": unexpected}
         for here, there in found.items():
             tensor = self._of_replica(engine, f"{name}/{there}")
-            self._read(f"{name}: {here!r}", pieces[here]._replace(name=tensor))
+            self._plan_piece(f"{name}: {here!r}", pieces[here]._replace(name=tensor))
         self.steps.append(partial(fill_buffers, model, pieces))
         if told := ", ".join(f"{kind} {_listed(names)}" for kind, names in wrong.items() if names):
             self._wrong.append(
@@ -225,12 +225,14 @@ class LoadPlan:
         tensor = self._of_replica(engine, saved)
         found = self._tensors[tensor]
         extent = extent_of(saved, shard, found.shape)
-        shape = extent.local_shape if found.shape == extent.shape else (0,)  # else `_read` notes the mismatch
+        shape = extent.local_shape if found.shape == extent.shape else (0,)  # else `_plan_piece` notes the mismatch
         piece = torch.empty(shape, dtype=found.dtype, device=shard.sharded.device)
-        self._read(f"{name}: {saved!r}", TensorPiece(tensor, extent.shape, extent.start, piece.view(-1), extent.box))
+        self._plan_piece(
+            f"{name}: {saved!r}", TensorPiece(tensor, extent.shape, extent.start, piece.view(-1), extent.box)
+        )
         return piece
 
-    def _read_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:
+    def _load_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:
         """This rank's piece of a saved tensor in an object of the user's. It is cut as the parameter `of`."""
         params = (param for _, engine in self._parts.models.values() for param in engine.params)
         found = self._tensors[tensor]
@@ -265,7 +267,7 @@ class LoadPlan:
                 self._plan_tree(name, saved[0])
 
     def _plan_tree(self, name: str, saved: Any) -> None:
-        value = decode(saved, self._files.read_whole, self._device, partial(self._read_piece, name))
+        value = decode(saved, self._files.read_whole, self._device, partial(self._load_piece, name))
         mine: Any = self._parts.trees.get(name)
         if has_state(mine):
             self.loads.append(partial(mine.load_state_dict, value))

@@ -182,7 +182,7 @@ Place = tuple[int, str, int, int]
 """Bytes of a file that are in another file: the first byte, the other file's name, the first byte there, the number."""
 
 
-def write_part(directory: Location, name: str, layouts: Sequence[FileLayout], held: Held) -> list[list[Place]]:
+def write_own_ranges(directory: Location, name: str, layouts: Sequence[FileLayout], held: Held) -> list[list[Place]]:
     """Write this rank's ranges of several files into one file, called `name`. Returns where they are, by file."""
     tensors = ((name, dtype) for layout in layouts for name, (_, dtype) in layout.places.items())
     size_bytes = sum(data.numel() * dtype.itemsize for name, dtype in tensors for _, data in held[name])
@@ -210,8 +210,8 @@ def join_ranges(directory: Location, layout: FileLayout, source: Location, place
     in_order = [place for place in sorted(places) if place[-1]]
     with storage_of(directory).writing(layout.name, layout.size_bytes) as write:
         write(layout.header, 0)
-        for first in range(0, len(in_order), storage.at_once):
-            several = in_order[first : first + storage.at_once]
+        for first in range(0, len(in_order), storage.chunks_per_read):
+            several = in_order[first : first + storage.chunks_per_read]
             found = storage.read(*((name, start, start + n_bytes) for _, name, start, n_bytes in several))
             for place, data in zip(several, found, strict=True):
                 write(data, place[0])
@@ -251,7 +251,7 @@ def digest_of(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file, for reading only.
 
     Attributes:
@@ -277,17 +277,17 @@ class Stored(NamedTuple):
         return self.place[1], first, first + numel * self.dtype.itemsize
 
 
-def read_parts(parts: Sequence[tuple[Stored, int, int]]) -> list[torch.Tensor]:
+def read_ranges(ranges: Sequence[tuple[StoredTensor, int, int]]) -> list[torch.Tensor]:
     """Elements [start, start + numel) of tensors in files of one directory: each tensor, its start, and numel above 0.
 
     Returns:
         1-D views of mapped files, or new tensors. Object storage is asked for all of them at once.
     """
-    if not parts or (place := parts[0][0].place) is None:
-        return [stored.mapped[start : start + numel] for stored, start, numel in parts if stored.mapped is not None]
-    found = place[0].read(*(stored.range_of(start, numel) for stored, start, numel in parts))
+    if not ranges or (place := ranges[0][0].place) is None:
+        return [stored.mapped[start : start + numel] for stored, start, numel in ranges if stored.mapped is not None]
+    found = place[0].read(*(stored.range_of(start, numel) for stored, start, numel in ranges))
     # A copy, because torch warns of memory that is for reading only.
-    return [torch.frombuffer(bytearray(data), dtype=part[0].dtype) for part, data in zip(parts, found, strict=True)]
+    return [torch.frombuffer(bytearray(data), dtype=each[0].dtype) for each, data in zip(ranges, found, strict=True)]
 
 
 class OpenFiles:
@@ -324,7 +324,7 @@ class OpenFiles:
                 raise CheckpointError(f"cannot read {self.root / name}: {error}") from None
         return self._opened[name]
 
-    def stored(self, file: str, name: str) -> Stored:
+    def stored(self, file: str, name: str) -> StoredTensor:
         """A tensor as stored.
 
         Raises:
@@ -340,7 +340,7 @@ class OpenFiles:
             if is_shortage(error):
                 raise
             raise CheckpointError(f"cannot read {name!r} of {self.root / file}: {error}") from None
-        return Stored(tuple(tensor.shape), tensor.dtype, tensor.view(-1))
+        return StoredTensor(tuple(tensor.shape), tensor.dtype, tensor.view(-1))
 
 
 _MALFORMED = (SafetensorError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
@@ -370,11 +370,11 @@ class _RangedFile:
         header: dict[str, Any] = dict(json.loads(head[_LENGTH_BYTES:begin]))
         header.pop(_METADATA, None)
         dtypes = {text: dtype for dtype, text in _DTYPE_NAMES.items()}
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
         position = begin
         for each, told in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             start, stop = (begin + offset for offset in told["data_offsets"])
-            tensor = Stored(tuple(told["shape"]), dtypes[told["dtype"]], None, (storage, name, start))
+            tensor = StoredTensor(tuple(told["shape"]), dtypes[told["dtype"]], None, (storage, name, start))
             are_sizes = all(type(size) is int and size >= 0 for size in tensor.shape)
             if start != position or not are_sizes or stop - start != tensor.numel * tensor.dtype.itemsize:
                 raise ValueError(f"its header gives {each!r:.80} other bytes than its shape has, or leaves gaps")
@@ -387,21 +387,21 @@ class _RangedFile:
         return [*self.stored]
 
 
-Found = tuple[Stored, int, torch.Tensor]
+Copy = tuple[StoredTensor, int, torch.Tensor]
 """A copy to make: a tensor in a file, its first element to read, and the target, [n] 1-D contiguous, on any device."""
 
 
-def copy_ranges(copies: Iterable[Found]) -> None:
+def copy_ranges(copies: Iterable[Copy]) -> None:
     """Copy elements [start, start + n) of tensors in files of one directory, flattened, into targets of n elements.
 
     Extra memory: `CHUNK_BYTES` for targets on a device or in another dtype; from object storage twice `_BATCH_BYTES`.
     """
-    batch: list[Found] = []
+    batch: list[Copy] = []
 
     def copy_batch() -> None:
-        parts = read_parts([(stored, start, target.numel()) for stored, start, target in batch])
-        for (_, _, target), part in zip(batch, parts, strict=True):
-            target.copy_(part)
+        found = read_ranges([(stored, start, target.numel()) for stored, start, target in batch])
+        for (_, _, target), data in zip(batch, found, strict=True):
+            target.copy_(data)
         batch.clear()
 
     batch_bytes = 0
@@ -416,8 +416,8 @@ def copy_ranges(copies: Iterable[Found]) -> None:
     copy_batch()
 
 
-def verify_files(root: Location, records: Sequence[FileRecord], part: int, parts: int) -> None:
-    """Compare an equal share of the files' bytes, number `part` of `parts`, with their checksums.
+def verify_files(root: Location, records: Sequence[FileRecord], share: int, shares: int) -> None:
+    """Compare an equal share of the files' bytes, number `share` of `shares`, with their checksums.
 
     Raises:
         CheckpointError: names a file whose bytes have changed.
@@ -425,9 +425,9 @@ def verify_files(root: Location, records: Sequence[FileRecord], part: int, parts
     """
     storage = storage_of(root)
     chunks = [(record, number) for record in records for number in range(len(record.crc32))]
-    mine = chunks[len(chunks) * part // parts : len(chunks) * (part + 1) // parts]
-    for first in range(0, len(mine), storage.at_once):
-        several = mine[first : first + storage.at_once]
+    mine = chunks[len(chunks) * share // shares : len(chunks) * (share + 1) // shares]
+    for first in range(0, len(mine), storage.chunks_per_read):
+        several = mine[first : first + storage.chunks_per_read]
         ranges = [(each.name, at * CHUNK_BYTES, min((at + 1) * CHUNK_BYTES, each.size_bytes)) for each, at in several]
         found = [f"{zlib.crc32(data):08x}" for data in storage.read(*ranges)]
         for (record, number), crc32 in zip(several, found, strict=True):

@@ -207,7 +207,7 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     for name, (_, tensors) in trees.items():
         if name in differing or ranks.is_first:
             pieces.extend(TensorPiece.wholes(tensors))
-        pieces.extend(of_replica(TensorPiece.parts(tensors), parts.engine))
+        pieces.extend(of_replica(TensorPiece.sharded(tensors), parts.engine))
     return saved, pieces
 
 

@@ -94,11 +94,11 @@ class Storage(Protocol):
 
     Attributes:
         path: of the directory.
-        at_once: chunks that one `read` should ask for.
+        chunks_per_read: chunks that one `read` should ask for.
     """
 
     path: Location
-    at_once: int = 1
+    chunks_per_read: int = 1
 
     def names(self) -> list[str]:
         """The names in the directory; none if it is not there."""

@@ -16,7 +16,7 @@ from torch import nn
 from streamshard import StreamShard, export_safetensors, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.directory import create_partial
 from streamshard.checkpoint.export import FileNames, StoredDirectory
-from streamshard.checkpoint.safetensors_file import read_parts
+from streamshard.checkpoint.safetensors_file import read_ranges
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import CHANGES, Act, at_change, fail, fail_late, kill, sweep
@@ -92,7 +92,7 @@ class Exports(NamedTuple):
 
 def read_by_us(directory: Path) -> dict[str, bytes]:
     tensors = StoredDirectory(directory, NAMES).tensors
-    parts = read_parts([(each, 0, each.numel) for each in tensors.values()])
+    parts = read_ranges([(each, 0, each.numel) for each in tensors.values()])
     return {name: exporting._bytes(part) for name, part in zip(tensors, parts, strict=True)}
 
 

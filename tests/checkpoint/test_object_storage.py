@@ -25,7 +25,7 @@ from streamshard.checkpoint.directory import create_partial, next_number, open_i
 from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.export import FileNames, StoredDirectory
 from streamshard.checkpoint.object_store import BEGUN, ObjectStore
-from streamshard.checkpoint.safetensors_file import read_parts
+from streamshard.checkpoint.safetensors_file import read_ranges
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Url, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup
@@ -393,4 +393,4 @@ def test_a_kill_or_an_error_anywhere_leaves_no_export_or_all_of_it(
 
 def _stored(where: str) -> dict[str, torch.Tensor]:
     tensors = StoredDirectory(Url(where), FileNames("model")).tensors
-    return dict(zip(tensors, read_parts([(each, 0, each.numel) for each in tensors.values()]), strict=True))
+    return dict(zip(tensors, read_ranges([(each, 0, each.numel) for each in tensors.values()]), strict=True))
