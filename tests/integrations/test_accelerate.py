@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from accelerate.utils import DistributedType, GradScalerKwargs, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
