@@ -111,11 +111,27 @@ def _copy_with(value: Any, changed: Mapping[Any, Any]) -> Any:
     return new
 
 
+_CHUNK = 1 << 20  # elements whose bits are summed at once, as int64
+
+
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """By tensor, the sum of its elements' bits, read as integers: exact, and equal for equal tensors."""
+    """By tensor, the sum of its elements' bits, read as integers: exact, and equal for equal tensors.
+
+    Each element counts by its position, so the same elements in another order have another sum.
+    """
+    sums = [_sum_of_bits(tensor.detach()) for tensor in tensors]
+    return [] if not sums else torch.stack(sums).tolist()
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """[] int64, modulo 2^64."""
     integers = {1: torch.int8, 2: torch.int16}
-    bits = [t.detach().reshape(-1).view(integers.get(t.dtype.itemsize, torch.int32)) for t in tensors]
-    return [] if not bits else torch.stack([each.sum() for each in bits]).tolist()
+    bits = tensor.reshape(-1).view(integers.get(tensor.dtype.itemsize, torch.int32))
+    total = bits.new_zeros((), dtype=torch.int64)
+    for number, chunk in enumerate(bits.split(_CHUNK)):
+        first = 1 + number * _CHUNK
+        total += (chunk * torch.arange(first, first + chunk.numel(), device=bits.device)).sum()
+    return total
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -233,7 +233,8 @@ def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: Ran
     """As from a DistributedSampler over all ranks. With the same batches along the axis the model trains on."""
     world = _mesh(2, 2)
     model, optimizer = _run_of(world, 0)
-    for own in (torch.full((2 + context.rank, 4), 3), torch.full((2, 4), context.rank)):
+    shuffled = torch.arange(8).view(2, 4).roll(context.rank, 0)
+    for own in (torch.full((2 + context.rank, 4), 3), torch.full((2, 4), context.rank), shuffled):
         with pytest.raises(RankMismatchError, match="ranks 0 and 1 of the model .* different inputs: give all ranks"):
             model(own)
     sampler = DistributedSampler(range(8), world.dp.size(), world.dp.get_local_rank(), shuffle=False)
