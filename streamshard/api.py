@@ -185,7 +185,7 @@ class StreamShard(WatchedRoot):
 
         Args:
             max_norm: the largest norm allowed; ``inf`` scales nothing.
-            norm_type: order of the norm, ``inf`` for the maximum.
+            norm_type: order of the norm, above 0; ``inf`` for the maximum.
 
         Returns:
             The norm before scaling, [] fp32, equal on all ranks.

@@ -133,7 +133,7 @@ def global_norm(
         dtype: of the result, to which it is rounded. See [Note: norms].
     """
     if math.isinf(order):
-        return global_extreme(local.detach(), largest=order > 0, ranks=ranks).to(dtype)
+        return global_extreme(local.detach(), largest=True, ranks=ranks).to(dtype)
     total = global_sum(counted(local.pow(order)), ranks)
     if total.requires_grad:  # torch's gradient of a norm of zeros is zero
         is_zero = total == 0.0

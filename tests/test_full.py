@@ -214,9 +214,12 @@ def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankConte
 
 
 @on_ranks(1, 2)
-def test_a_largest_norm_that_is_no_number_is_refused(context: RankContext) -> None:
-    """Gradients would point away from the minimum, or become nan."""
+def test_a_largest_norm_or_an_order_that_is_no_number_is_refused(context: RankContext) -> None:
+    """Gradients would point away from the minimum, or become nan. A rank without elements has no smallest one."""
     model = StreamShard(Stack(), precision=FP32)
+    for order in (-float("inf"), 0, float("nan")):
+        with pytest.raises(ConfigError, match="norm_type=.*wanted a number above 0, or inf"):
+            model.clip_grad_norm_(1.0, order)
     for wrong in (-1.0, float("nan"), "1"):
         with pytest.raises(ConfigError, match="max_norm=.*wanted a number of at least 0"):
             model.clip_grad_norm_(wrong)  # type: ignore[arg-type]

@@ -19,6 +19,8 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
         raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
     order = float(norm_type)  # it may be the text "inf"
+    if not order > 0.0:
+        raise ConfigError(f"norm_type={norm_type!r}: wanted a number above 0, or inf")
     engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
