@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.core.unit import Unit
-from streamshard.errors import ConfigError
 
 
 class OverReplicas(abc.ABC):
@@ -110,11 +111,14 @@ class Replicas(OverReplicas):
 
     Args:
         ranks: the replicate axis.
+
+    Attributes:
+        optimizers: each `LocalSGD` of the model that somebody still has.
     """
 
     def __init__(self, ranks: Communicator) -> None:
         super().__init__(ranks, "main grads to average")
-        self._warmup_steps: int | None = None
+        self.optimizers: WeakSet[Any] = WeakSet()
         what, replica = "main grads to average", StreamName.REPLICA
         self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, replica)
 
@@ -150,16 +154,3 @@ class Replicas(OverReplicas):
                 averaged.wait()  # rule 7
                 for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
-
-    def agree_on_warmup(self, warmup_steps: int) -> None:
-        """Note that local SGD begins after `warmup_steps` steps.
-
-        Raises:
-            ConfigError: another optimizer of the same model has another number.
-        """
-        if self._warmup_steps not in (None, warmup_steps):
-            raise ConfigError(
-                f"warmup_steps={warmup_steps}: another optimizer of this model has {self._warmup_steps}, and gradients "
-                "of one backward are averaged over replicas or not"
-            )
-        self._warmup_steps = warmup_steps

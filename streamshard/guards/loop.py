@@ -131,11 +131,12 @@ class Progress:
     Attributes:
         is_unreached: the model has run forward with gradients, and not backward since.
         has_stepped: an optimizer has stepped the model's parameters since ranks last exchanged flags.
+        is_local: gradients are not averaged over replicas, so only `LocalSGD` may step.
         names: of the model's parameters.
     """
 
     def __init__(self) -> None:
-        self._calls_hooks = False
+        self._calls_hooks = self.is_local = False
         self.is_unreached = False
         self.has_stepped = True
         self.names: Mapping[Any, str] = {}
@@ -153,6 +154,12 @@ class Progress:
                 "register_post_accumulate_grad_hook has got the gradient of a penalty on the weight itself, such as "
                 "p.norm() in the loss. Step after backward(), or leave the penalty to the optimizer (weight_decay)"
             )
+        if first is not None and self.is_local:
+            raise ShardingError(
+                f"an optimizer steps {self.names[first]!r} outside of LocalSGD, since which gradients are not averaged "
+                "over replicas: their weights would drift apart for good. Put this optimizer into a LocalSGD too; to "
+                "average gradients again, delete the other one, and let the new one have warmup_steps"
+            )
         self.has_stepped = self.has_stepped or first is not None
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
@@ -168,7 +175,7 @@ def note_step(params: Sequence[torch.Tensor]) -> None:
     """An optimizer, any of the process, is about to step `params`.
 
     Raises:
-        ShardingError: it steps inside a backward, with a gradient that is not complete.
+        ShardingError: it steps inside a backward, with a gradient that is not complete, or outside of local SGD.
     """
     for progress in list(_models):
         progress.count_step(params)

@@ -21,6 +21,7 @@ from streamshard.core.module_state import engine_of
 from streamshard.core.optimizer_kinds import params_in
 from streamshard.device import on_device
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
+from streamshard.planning.structure import replacing
 
 _INNER_NAMES = ("param_groups", "state", "defaults")  # schedulers and loaders assign these attributes too
 _LOCK = "_streamshard_step_lock"  # key in the model's __dict__: all DistributedOptimizers of a model share the lock
@@ -163,9 +164,12 @@ class LocalSGD(WrappedOptimizer):
     The first `warmup_steps` steps average gradients over replicas, as without LocalSGD. Later steps reduce gradients
     within each shard group only. The first of these later steps averages weights, and then every `period`-th step.
 
-    All ranks make the optimizer at the same time, and take the same number of steps. The state dict has the step
-    counter under PostLocalSGDOptimizer's name, ``"step"``. Between averages replicas differ: exports and
-    `full_state_dict` hold the first replica's weights.
+    All ranks make the optimizer at the same time, and take the same number of steps. After the warm-up a step of any
+    other optimizer raises, because replicas would drift apart for good. To average gradients for n steps again, delete
+    this optimizer right after an average, and make another one with ``warmup_steps=n``.
+
+    The state dict has the step counter under PostLocalSGDOptimizer's name, ``"step"``. Between averages replicas
+    differ: exports and `full_state_dict` hold the first replica's weights.
 
     Args:
         optimizer: the inner optimizer, of some or all parameters of the model.
@@ -193,14 +197,21 @@ class LocalSGD(WrappedOptimizer):
                 "and without shard_over_replicas and sums_in_rank_order"
             )
         self.replicas = replicas
-        self.replicas.agree_on_warmup(warmup_steps)
+        for other in replicas.optimizers:
+            if other.warmup_steps != warmup_steps:
+                raise ConfigError(
+                    f"warmup_steps={warmup_steps}: another optimizer of this model has {other.warmup_steps}, and "
+                    "gradients of one backward are averaged over replicas or not"
+                )
+        replicas.optimizers.add(self)
         self.period = period
         self.warmup_steps = warmup_steps
         self._count(0)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step, then an average if one is due: a collective for each unit."""
-        result = super().step(*args, **kwargs)
+        with replacing((vars(self.engine.progress), "is_local", False)):
+            result = super().step(*args, **kwargs)
         since = self.step_count - self.warmup_steps
         if since >= 0 and since % self.period == 0:
             self.replicas.average(self._pieces())
@@ -227,6 +238,7 @@ class LocalSGD(WrappedOptimizer):
     def _count(self, count: int) -> None:
         self.step_count = count
         self.replicas.averages_grads = count < self.warmup_steps
+        self.engine.progress.is_local = not self.replicas.averages_grads
 
     def _pieces(self) -> Iterator[list[torch.Tensor]]:
         """By unit, the pieces to average: of parameters with a gradient, as PeriodicModelAverager does."""

@@ -20,6 +20,7 @@ from streamshard import (
     DistributedOptimizer,
     LocalSGD,
     Precision,
+    ShardingError,
     full_optimizer_state_dict,
     load_optimizer_state_dict,
 )
@@ -130,6 +131,22 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
         DistributedOptimizer(local, model)
     with pytest.raises(ConfigError, match="warmup_steps=3: another optimizer of this model has 2"):
         LocalSGD(sgd(model), model, period=1, warmup_steps=3)
+
+
+@on_ranks(2)
+def test_replicas_never_drift_apart_for_good(context: RankContext) -> None:
+    """A step outside of local SGD raises while gradients are not averaged, also when the LocalSGD is gone."""
+    model = sharded_model(mesh=_mesh(2, 1))
+    plain = sgd(model)
+    local: Any = LocalSGD(sgd(model), model, period=1, warmup_steps=1)
+    train_stack(model, plain, context, steps=1)  # gradients are averaged so far
+    train_stack(model, local, context, steps=2)
+    for _ in range(2):
+        with pytest.raises(ShardingError, match=r"steps '.*' outside of LocalSGD.*delete the other one"):
+            train_stack(model, plain, context, steps=1)
+        local = None
+    train_stack(model, LocalSGD(plain, model, period=1, warmup_steps=3), context, steps=3)
+    assert not _differ_between_ranks(full_weights(model))
 
 
 @on_ranks(2, 4)
