@@ -411,7 +411,7 @@ class FlatParam:
         form, ranks = form_of(param), self.ranks
         facts = layout.name, form.shape(param), *places, ranks, self.layout, layout, self._ledger_of
         counts = ranks.counts_parts if form.box else ranks.counts_copies
-        piece = Piece(*facts, is_on_host=self.is_on_host, box=form.box, counts=counts)
+        piece = Piece(*facts, trains=self.kind.trains, is_on_host=self.is_on_host, box=form.box, counts=counts)
         added = Param(piece, aliases, param)
         param.grad = None
         _put_under(param, added.form, main_weights, is_ordinary=piece.is_ordinary)

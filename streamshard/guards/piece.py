@@ -25,6 +25,7 @@ class Piece(NamedTuple):
         flat_param, place: the layouts of the flat parameter and of the parameter in it: which elements each rank has.
         ledger_of: returns the model's `Ledger` (see `streamshard.core.slots`), None once the model is gone.
         is_weight: the tensor is the parameter, or computed from it; else its gradient. All are cut at the same places.
+        trains: the parameter required a gradient when the model was sharded; else it never gets one.
         is_on_host: the parameter's state lies in host memory (``offload``).
         box: see `streamshard.forms.Form`.
         counts: sums and norms count the elements of this rank. False: a rank outside of the shard group has a copy,
@@ -41,6 +42,7 @@ class Piece(NamedTuple):
     place: ParamLayout
     ledger_of: Callable[[], Any]
     is_weight: bool = True
+    trains: bool = True
     is_on_host: bool = False
     box: Box = ()
     counts: bool = True

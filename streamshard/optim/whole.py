@@ -68,10 +68,10 @@ class WholeParameterOptimizer(Optimizer):
         self._classes: list[GroupClass] = []  # by group
         self._owners: dict[nn.Parameter, int] = {}
         self._loads: list[float] = []  # by rank, the cost of the parameters that it owns
-        # The parameters for which the attributes below were made: ids, whether each trains, and whether it is sharded.
-        self._bound: list[tuple[int, bool, bool]] | None = None
+        # The parameters for which the attributes below were made: their ids, and whether each is sharded.
+        self._bound: list[tuple[int, bool]] | None = None
         self._wholes: list[WholeParam] = []
-        self._rounds: Rounds | None = None  # None: no rank owns a parameter that trains
+        self._rounds: Rounds | None = None  # None: no rank owns a parameter that may get a gradient
         self._parts: list[list[InnerOptimizer]] = [[]]  # the optimizers that step in place; those of each round
         self._error: Exception | None = None  # in the step under way
         super().__init__(params, {})
@@ -83,12 +83,11 @@ class WholeParameterOptimizer(Optimizer):
         """All optimizers inside: one for each group, for pieces and plain parameters; one for each group and round."""
         return [inner for part in self._parts for inner in part]
 
-    def _found(self) -> list[tuple[int, bool, bool]]:
-        params = params_in(self.param_groups)
-        return [(id(param), param.requires_grad, piece_of(param) is not None) for param in params]
+    def _found(self) -> list[tuple[int, bool]]:
+        return [(id(param), piece_of(param) is not None) for param in params_in(self.param_groups)]
 
     def _bind_if_changed(self) -> None:
-        """Make the optimizers inside, if parameters or their ``requires_grad`` have changed, or some were sharded."""
+        """Make the optimizers inside, if there are other parameters, or some were sharded."""
         if self._bound != self._found():
             if self._rounds is not None:
                 self._rounds.check()
@@ -102,7 +101,8 @@ class WholeParameterOptimizer(Optimizer):
         elsewhere = {each.param for each in self._wholes}
         in_place = {param: param for param in params_in(self.param_groups) if param not in elsewhere}
         self._rounds, self._parts = None, [self._make_inners(in_place)]
-        if trained := [each for each in self._wholes if each.param.requires_grad]:
+        # Gradients decide which of them are stepped, as in torch: one that is frozen by now may have a gradient.
+        if trained := [each for each in self._wholes if each.piece.trains]:
             rounds = plan_rounds(trained, self._round_numel)
             self._rounds = Rounds(rounds, trained[0].piece.ranks)
             for own in rounds:
@@ -213,7 +213,7 @@ class WholeParameterOptimizer(Optimizer):
     def owners(self) -> Mapping[int, int]:
         """By the id of a parameter, the rank that steps the full parameter."""
         self._bind_if_changed()
-        if any(is_sharded for _, _, is_sharded in self._bound or ()):
+        if any(is_sharded for _, is_sharded in self._bound or ()):
             return {id(each.param): each.owner for each in self._wholes}
         return {id(param): 0 for param in self._stepped_whole()}  # one rank, or the model is not sharded yet
 

@@ -111,6 +111,17 @@ def _unfreezes(model: Any, optimizer: Any, backward: Backward) -> None:
         _train(model, optimizer, backward, 1, number)
 
 
+def _freezes(model: Any, optimizer: Any, backward: Backward) -> None:
+    """With a gradient, which is stepped, then with zeros, which are too: momentum goes on."""
+    frozen = model.get_submodule("layers.1")
+    for number in range(STEPS):
+        backward(number)
+        frozen.requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        frozen.requires_grad_(number < 2)
+
+
 class _Rebinds(torch.optim.SGD):
     """Puts new tensors in the place of parameters' data and of its state, which is in 16 bits."""
 
@@ -129,6 +140,7 @@ PROGRAMS: dict[str, tuple[Any, ...]] = {
     "schedules of a tensor lr": (_schedules, lambda model: _optimizer(model, lr=torch.tensor(0.02))),
     "groups added": (_adds_groups, lambda model: _optimizer(model, _matrices(model)[:2])),
     "unfreezing": (_unfreezes,),
+    "freezing": (_freezes,),
     "new memory": (_train, lambda model: _optimizer(model, list(model.parameters()), _Rebinds, lr=1e-4)),
 }
 
