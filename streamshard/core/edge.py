@@ -48,7 +48,7 @@ class Watched(ShardedModule):
         """The module's forward, reported to the engine."""
         handle: Handle = self.__dict__[HANDLE]
         call = call_unit if handle.unit is not None else call_pass
-        return call(handle, super().__call__, args, kwargs)
+        return call(handle, self, super().__call__, args, kwargs)
 
 
 class WatchedRoot(Watched):
@@ -77,14 +77,15 @@ def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
 
 
 @skip
-def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_pass(
+    handle: Handle, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
     engine, micro_batch = handle.engine, handle.engine.micro_batch
     if engine.current is not None and (micro_batch is None or micro_batch.is_inside):
         if handle.tied is None:
             output = call(*args, **kwargs)
         else:
-            module: Any = getattr(call, "__self__", None)
             keys = untraced(handle.tied.put, module)
             try:
                 output = call(*args, **kwargs)
@@ -126,7 +127,9 @@ def call_pass(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
 
 
 @skip
-def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_unit(
+    handle: Handle, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Call a layer of a unit. The unit's weights are in place before; its outputs' nodes will report in backward."""
     engine, unit, micro_batch = handle.engine, handle.unit, handle.engine.micro_batch
     assert unit is not None
@@ -134,9 +137,8 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
         untraced(micro_batch.pause, unit)
     phase = engine.current  # another one after the pause
     if phase is None:  # called by itself, outside of the model's forward
-        return call_pass(
-            handle._replace(output_dtype=None), lambda *a, **k: call_unit(handle, call, a, k), args, kwargs
-        )
+        whole = handle._replace(output_dtype=None)
+        return call_pass(whole, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)
     if engine.ranks.n_parts > 1:
         args, kwargs = untraced(waited, (args, kwargs))
     copies: Copies = []
@@ -171,16 +173,15 @@ def call_unit(handle: Handle, call: Callable[..., Any], args: tuple[Any, ...], k
     latest = untraced(watch_nodes, output, 0, first, given, engine, use)
     if max(first, latest + 1) < sequence_number():  # backward comes first to a node that is not an output's
         untraced(watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
-        attributes = untraced(_attributes_in, getattr(call, "__self__", None))
+        attributes = untraced(_attributes_in, module)
         untraced(watch_nodes, attributes, 0, first, given, engine, use)
     return output if micro_batch is None or unit is not micro_batch.unit else untraced(micro_batch.cut_output, output)
 
 
-def _attributes_in(layer: Any) -> list[Any]:
+def _attributes_in(layer: nn.Module) -> list[Any]:
     """Attributes of the modules in `layer`: an auxiliary loss may be one."""
-    modules = modules_inside(layer) if isinstance(layer, nn.Module) else ()
     others = ("_parameters", "_buffers", "_modules")
-    return [value for module in modules for key, value in vars(module).items() if key not in others]
+    return [value for module in modules_inside(layer) for key, value in vars(module).items() if key not in others]
 
 
 def compute_in_fp32(module: nn.Module) -> None:
@@ -219,7 +220,8 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             "or a module around them"
         )
     call = call_pass if handle.unit is None else call_unit
-    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, method, args, kwargs))
+    ref: Any = weakref.ref(module)  # see `_wrap_method`
+    _wrap_method(module, name, lambda method, *args, **kwargs: call(handle, ref(), method, args, kwargs))
 
 
 def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> None:

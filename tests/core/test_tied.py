@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import ShardingError
+from streamshard import ShardingError, register_forward_method
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit_grads import UnitGrads
 from tests.models import TinyConfig, UsingLM, next_token_loss, token_batch
@@ -133,6 +133,31 @@ def test_tied_models_train_like_plain_with_other_slots(context: RankContext) -> 
         with _counting() as counts:
             assert_trains_like_plain(context, lambda: _tied(embed=_twice), lm_step, weight_slots=slots)
         assert (len(counts) > 0) is is_taken
+
+
+def _registered(context: RankContext, predict: _Use, name: str, times: int) -> Tensor:
+    """The gradient of a model whose head has a registered method, in the third step."""
+    model = sharded_model(lambda: _Tied(predict=predict), precision=BF16)
+    model.head.on_instance = lambda x: F.linear(x, model.head.weight)
+    for _ in range(times):
+        register_forward_method(model.head, name)
+    for step in range(3):
+        model.zero_grad()
+        lm_step(model, Call(step, context.rank, 2, 1.0))
+    return model.head.weight.grad.as_subclass(Tensor)
+
+
+@on_ranks(2)
+def test_methods_of_a_tied_head_may_be_any_function_and_registered_twice(context: RankContext) -> None:
+    """As decorators make them, which put a function on the instance. The gradient takes the weight's place."""
+    with _counting() as counts:
+        wanted = _registered(context, lambda model, x: model.head(x), "forward", 1)
+        for predict, name, times in (
+            (lambda model, x: model.head.forward(x), "forward", 2),
+            (lambda model, x: model.head.on_instance(x), "on_instance", 1),
+        ):
+            assert torch.equal(_registered(context, predict, name, times), wanted)
+    assert counts[0] == 6
 
 
 def _from_step_2(model: Any, number: int) -> None:
