@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from streamshard.checkpoint.directory import latest as latest
     from streamshard.checkpoint.export import export_safetensors as export_safetensors
     from streamshard.checkpoint.export import load_safetensors as load_safetensors
+    from streamshard.checkpoint.optimizer_state import full_optimizer_state_dict as full_optimizer_state_dict
+    from streamshard.checkpoint.optimizer_state import load_optimizer_state_dict as load_optimizer_state_dict
     from streamshard.checkpoint.restore import Loaded as Loaded
     from streamshard.checkpoint.restore import load_checkpoint as load_checkpoint
     from streamshard.checkpoint.save import save_checkpoint as save_checkpoint
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     from streamshard.errors import UnitError as UnitError
     from streamshard.initialise import init_weights as init_weights
     from streamshard.integrations.run_log import RunLog as RunLog
-    from streamshard.optim.full_state import full_optimizer_state_dict as full_optimizer_state_dict
-    from streamshard.optim.full_state import load_optimizer_state_dict as load_optimizer_state_dict
     from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
     from streamshard.optim.wrappers import LocalSGD as LocalSGD
     from streamshard.tools.fingerprints import fingerprints as fingerprints
@@ -47,6 +47,7 @@ else:
         "api": "StreamShard",
         "checkpoint.directory": "latest",
         "checkpoint.export": "export_safetensors load_safetensors",
+        "checkpoint.optimizer_state": "full_optimizer_state_dict load_optimizer_state_dict",
         "checkpoint.restore": "Loaded load_checkpoint",
         "checkpoint.save": "save_checkpoint",
         "checkpoint.saving": "Saving",
@@ -57,7 +58,6 @@ else:
         " StreamShardError UnitError",
         "initialise": "init_weights",
         "integrations.run_log": "RunLog",
-        "optim.full_state": "full_optimizer_state_dict load_optimizer_state_dict",
         "optim.wrappers": "DistributedOptimizer LocalSGD",
         "tools.fingerprints": "fingerprints",
         "tools.plan": "plan",

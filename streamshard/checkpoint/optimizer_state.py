@@ -1,8 +1,8 @@
 """The optimizer's state: this rank's part, and the full state of all ranks.
 
-`local_state` turns this rank's part into JSON and pieces of tensors, for checkpoints. `gather_state` makes the full
-state in memory, in the format of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the order of the
-param groups. `scatter_state` loads this format.
+`local_state` turns this rank's part into JSON and pieces of tensors, for checkpoints. `full_optimizer_state_dict`
+makes the full state in memory, in the format of ``torch.optim.Optimizer.state_dict()``: parameters by number, in the
+order of the param groups. `load_optimizer_state_dict` loads this format.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, join_reco
 from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
+from streamshard.core.module_state import engine_of_both
 from streamshard.core.optimizer_kinds import params_in, steps_whole
 from streamshard.core.params import Param
 from streamshard.core.state_pieces import take_over_state
-from streamshard.errors import RankMismatchError, ShardingError
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.forms import part_of
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _MESSAGE_BYTES = 1 << 26
@@ -253,8 +255,35 @@ def _are_close(one: Any, other: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ in memory
 
 
-def gather_state(engine: Engine, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
-    """See `streamshard.full_optimizer_state_dict`."""
+def _engine_of_all(optimizer: Optimizer, model: nn.Module) -> Engine:
+    """As `engine_of_both`. Raises a ConfigError too if `optimizer` has a piece of another model."""
+    engine = engine_of_both(optimizer, model)
+    ours = {param.sharded for param in engine.params}
+    for piece in (piece_of(param) for param in params_in(optimizer.param_groups) if param not in ours):
+        if piece is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps {piece.name!r} of another sharded model too: make one optimizer for "
+                'each model, or call save_checkpoint(directory, {"a": a, "b": b}, optimizer) and load_checkpoint'
+            )
+    return engine
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only: bool = True) -> dict[str, Any]:
+    """The full state of `optimizer`, as for the unsharded model, in CPU memory. Call it on every rank.
+
+    Args:
+        model: a model made by `StreamShard`.
+        optimizer: an optimizer of the model's parameters, or some of them: elementwise, or a `WholeParameterOptimizer`.
+        rank0_only: other ranks get an empty dict.
+
+    Returns:
+        The format of ``Optimizer.state_dict()``, which plain torch and ZeroRedundancyOptimizer load:
+        ``{"state": {number: {name: value}}, "param_groups": [..]}``.
+
+    Raises:
+        ConfigError, ShardingError, RankMismatchError: on every rank; names the state that cannot be combined.
+    """
+    engine = _engine_of_all(optimizer, model)
     engine.recover()
     ranks, device = engine.ranks, engine.streams.device
     settle(optimizer, ranks)
@@ -323,8 +352,19 @@ def _messages(
         yield (*key, pieces)
 
 
-def scatter_state(engine: Engine, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
-    """See `streamshard.load_optimizer_state_dict`."""
+def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
+    """Load a full optimizer state, made on any number of ranks or without sharding. Call it on every rank.
+
+    Args:
+        model: a model made by `StreamShard`.
+        optimizer: has the class of the optimizer that the state is from, and the same parameters in the same order.
+        state_dict: from `full_optimizer_state_dict`, plain torch, or ZeroRedundancyOptimizer after
+            ``consolidate_state_dict``. Rank 0's counts; other ranks may pass None.
+
+    Raises:
+        ConfigError, ShardingError: on every rank, before anything is changed; names the first parameter that is wrong.
+    """
+    engine = _engine_of_all(optimizer, model)
     engine.recover()
     ranks, params, device = engine.ranks, params_in(optimizer.param_groups), engine.streams.device
     known = {param.sharded: param for param in engine.params}

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from streamshard.core.engine import Engine
 from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
-from streamshard.errors import ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.guards.loop import Members
 from streamshard.guards.modules import HANDLE, ShardedModule
 
@@ -61,6 +62,22 @@ def engine_of(model: nn.Module) -> Engine:
             advice = "give the sharded model inside, its _orig_mod, or compile in place, by model.compile()"
         raise ShardingError(f"{type(model).__name__} is not sharded: {advice}")
     return handle.engine
+
+
+def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
+    """The engine of `model`. Checks that `optimizer` has at least one parameter of `model`.
+
+    Raises:
+        ConfigError: `optimizer` is not an optimizer, or has none of the model's parameters.
+        ShardingError: `model` is not sharded.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
+    engine = engine_of(model)
+    ours = {param.sharded for param in engine.params}
+    if not any(param in ours for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(f"{type(optimizer).__name__} has no parameter of this model: make it of model.parameters()")
+    return engine
 
 
 def not_a_layer(model: nn.Module) -> nn.Module:

@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.api import StreamShard
+from streamshard.checkpoint.optimizer_state import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.core.edge import register_forward_method
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_kinds import params_in
 from streamshard.errors import ConfigError
-from streamshard.optim.full_state import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.planning.structure import replacing
 
 _DTYPES = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}

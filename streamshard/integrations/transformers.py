@@ -31,6 +31,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from streamshard.api import StreamShard
 from streamshard.checkpoint.directory import write_together
 from streamshard.checkpoint.export import export_safetensors, load_safetensors
+from streamshard.checkpoint.optimizer_state import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
 from streamshard.core.module_state import engine_of, handle_of
@@ -39,7 +40,6 @@ from streamshard.errors import ConfigError
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
 from streamshard.integrations.run_log import RunLog
-from streamshard.optim.full_state import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.optim.whole import WholeParameterOptimizer
 from streamshard.planning.structure import replacing
 

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.ranks import raise_if
-from streamshard.core.engine import Engine
-from streamshard.core.module_state import engine_of
+from streamshard.core.module_state import engine_of_both
 from streamshard.core.optimizer_kinds import params_in
 from streamshard.device import on_device
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
@@ -245,19 +244,3 @@ class LocalSGD(WrappedOptimizer):
         ours = {param for param in params_in(self.param_groups) if param.grad is not None}
         for unit in self.engine.units:
             yield [param.main for param in unit.params if param.sharded in ours]
-
-
-def engine_of_both(optimizer: object, model: nn.Module) -> Engine:
-    """The engine of `model`. Checks that `optimizer` has at least one parameter of `model`.
-
-    Raises:
-        ConfigError: `optimizer` is not an optimizer, or has none of the model's parameters.
-        ShardingError: `model` is not sharded.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}: wanted a torch.optim.Optimizer")
-    engine = engine_of(model)
-    ours = {param.sharded for param in engine.params}
-    if ours.isdisjoint(params_in(optimizer.param_groups)):
-        raise ConfigError(f"{type(optimizer).__name__} has no parameter of this model: make it of model.parameters()")
-    return engine
