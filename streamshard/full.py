@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from streamshard.comm.ranks import raise_if, run_on_all_ranks
 from streamshard.core.engine import Engine
 from streamshard.core.optimizer_kinds import params_in
 from streamshard.core.params import Param
-from streamshard.core.unit import Unit
 from streamshard.errors import RankMismatchError, ShardingError, StreamShardError
 from streamshard.forms import DTensorForm, form_of
 from streamshard.guards.sharded_parameter import be_piece, be_whole, data_of, exchange
@@ -29,11 +28,12 @@ _Take = Callable[[Param, torch.Tensor], torch.Tensor]
 def gather_full(
     engine: Engine, take: _Take | None, wanted: Collection[nn.Parameter] | None = None
 ) -> tuple[dict[Param, torch.Tensor], Exception | None]:
-    """All-gather full tensors, one unit at a time. Collective.
+    """All-gather full tensors, one flat parameter at a time. Collective; the host waits.
 
     Args:
         engine: the model's.
-        take: turns a full tensor into the tensor that this rank keeps, such as a copy in CPU memory; None: keep none.
+        take: turns a full tensor, in new memory on the device and in the dtype of the main weights, into the tensor
+            that this rank keeps, such as a copy in CPU memory; None: keep none.
         wanted: the parameters to gather; None: all.
 
     Returns:
@@ -42,45 +42,24 @@ def gather_full(
     """
     full: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
-    for unit in engine.units:
-        pieces = [param.main if wanted is None or param.sharded in wanted else None for param in unit.params]
-        gathered = gather_whole(unit, pieces)
-        try:
-            for param, piece, whole in zip(unit.params, pieces, gathered, strict=True):
-                if take is not None and piece is not None and whole is not None:
-                    full[param] = take(param, whole)
-        except Exception as error:
-            take, failure = None, error
-    return full, failure
-
-
-def gather_whole(unit: Unit, pieces: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """All-gather `pieces` into full tensors, in new memory on this device. Collective; the host waits.
-
-    Args:
-        unit: the unit.
-        pieces: by parameter, this rank's piece [local.numel]; None, on all ranks: the parameter is not wanted. A flat
-            parameter without any piece is not gathered.
-
-    Returns:
-        By parameter, [full shape], in the dtype of the main weights; None: its flat parameter was not gathered.
-    """
-    wholes: list[torch.Tensor | None] = []
-    for flat_param in unit.flat_params:
-        own = pieces[len(wholes) : len(wholes) + len(flat_param.params)]
-        if all(piece is None for piece in own):
-            wholes += own
+    for flat_param in (flat_param for unit in engine.units for flat_param in unit.flat_params):
+        params = [param for param in flat_param.params if wanted is None or param.sharded in wanted]
+        if not params:
             continue
-        flat = torch.zeros_like(flat_param.main, device=unit.ranks.streams.device)
-        for param, piece in zip(flat_param.params, own, strict=True):
-            if piece is not None:
-                flat.narrow(0, param.local.shard_offset, param.local.numel).copy_(piece)
-        full = flat
+        gathered = own = torch.zeros_like(flat_param.main, device=engine.streams.device)
+        for param in params:
+            own.narrow(0, param.local.shard_offset, param.local.numel).copy_(param.main)
         if not flat_param.layout.is_whole:
-            full = torch.empty(flat_param.layout.padded_numel, dtype=flat.dtype, device=flat.device)
-            flat_param.ranks.gather_now(flat, full, flat_param.tag)
-        wholes += [param.form.whole(flat_param.part_of(full, param.layout)) for param in flat_param.params]
-    return wholes
+            gathered = own.new_empty(flat_param.layout.padded_numel)
+            flat_param.ranks.gather_now(own, gathered, flat_param.tag)
+        for param in params:
+            whole = param.form.whole(flat_param.part_of(gathered, param.layout))
+            try:
+                if take is not None:
+                    full[param] = take(param, whole)
+            except Exception as error:
+                take, failure = None, error
+    return full, failure
 
 
 @contextlib.contextmanager

@@ -27,7 +27,8 @@ from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Collective, Observer, StreamName
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of as engine_inside
-from streamshard.full import gather_whole
+from streamshard.core.params import Param
+from streamshard.full import gather_full
 from tests.models import Stack, next_token_loss, token_batch, vector_batch
 from tests.ranks import Call as Call
 from tests.ranks import RankContext
@@ -179,14 +180,17 @@ def piece_of(tensor: Tensor) -> Tensor:
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
     """Gradients by name, full shapes; of a sharded model they are collected from all ranks."""
     if isinstance(model, StreamShard):
-        found: dict[str, Tensor | None] = {}
-        for unit in engine_inside(model).units:
-            own = [shard.sharded.grad for shard in unit.params]
-            pieces = [None if grad is None else grad.clone().as_subclass(Tensor).view(-1) for grad in own]
-            for shard, grad, full in zip(unit.params, own, gather_whole(unit, pieces), strict=True):
-                for name in (shard.name, *shard.aliases):
-                    found[name] = None if grad is None or full is None else full.to(grad.dtype, copy=True)
-        return {name: found[name] for name, _ in model.named_parameters(remove_duplicate=False)}
+        engine, own = engine_inside(model), dict[Param, Tensor]()
+        for param in engine.params:
+            if (grad := param.sharded.grad) is not None:
+                own[param] = grad.clone().as_subclass(Tensor).view(-1)
+        with mock.patch.object(Param, "main", property(own.__getitem__)):
+            full, failure = gather_full(
+                engine, lambda param, whole: whole.to(own[param].dtype, copy=True), {param.sharded for param in own}
+            )
+        assert failure is None
+        names = {name: param for param in engine.params for name in (param.name, *param.aliases)}
+        return {name: full.get(names[name]) for name, _ in model.named_parameters(remove_duplicate=False)}
     return _grads(model)
 
 
