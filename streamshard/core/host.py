@@ -73,7 +73,7 @@ class HostState:
         self.device = ranks.streams.device
         self._streams = streams = ranks.streams
         self._pinned = PinnedMemory(self.device)
-        self.grads = HostGrads(self.device)
+        self.grads = HostGrads()
         # Weak: units own this object.
         self._places: dict[nn.Parameter, tuple[weakref.ref[Unit], FlatParam, Param]] = {}
         trained = [
