@@ -582,6 +582,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.fetch", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
         ("HostState.begin_reduction", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
         ("HostState.begin_reduction", Swap("1 - self._turn", "0"), "offload:never_waits"),
+        ("HostState.begin_reduction", Drop("self._step("), "offload_events:loop"),
         ("HostState.chunk", Drop("tensors.clear()"), "offload:never_waits"),
         ("HostState.chunk", Drop("self._chunks.reverse()"), "offload:never_waits"),
         ("HostState.stored", Drop("self._stored[unit].record()"), "offload:single_unit"),

@@ -207,11 +207,10 @@ class HostState:
     def begin_reduction(self, unit: Unit, *, adds: bool) -> tuple[list[torch.Tensor], bool]:
         """See `Home.begin_reduction`: into staging, which holds main grads if reductions add to them.
 
-        A late step of the unit is carried out first: after a refused backward, recovery reduces units that no pass has
-        all-gathered since the step.
+        A pass all-gathers each unit that was stepped, before it reduces any, so no step of the unit is late. But the
+        backward of an earlier forward, which raises, finds the weights in their slot.
         """
-        if self._late_params(unit.index):
-            self.settle()
+        self._step(unit.index, fills_slot=False)
         self._turn = 1 - self._turn
         free, trained = self._staging_stored[self._turn], unit.trained
         sizes = [flat.layout.shard_numel for flat in trained]
