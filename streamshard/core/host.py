@@ -15,10 +15,11 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, Fence, Rule, StepEvent, StreamName
@@ -37,20 +38,6 @@ _COPY_BYTES = 1 << 27  # the device's copy engines take one copy after the other
 _Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-class Late(Protocol):
-    """A step that is carried out later: a `streamshard.core.late_step.LateStep`."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all units are stepped."""
-
-    def params_of(self, unit: int) -> Sequence[Param]:
-        """The parameters of the unit with this index that are still to be stepped."""
-
-    def run(self, host: HostState, unit: int, *, fills_slot: bool) -> None:
-        """Step the unit with this index."""
-
-
 class HostState:
     """The copies of one model. Owns their fences and buffers.
 
@@ -63,6 +50,7 @@ class HostState:
     Attributes:
         device: the accelerator.
         grads: knows norms and factors of main grads, for clipping.
+        moments: by optimizer, for its late steps. Goes with the optimizer.
     """
 
     is_on_host = True
@@ -74,6 +62,7 @@ class HostState:
         self._streams = streams = ranks.streams
         self._pinned = PinnedMemory(self.device)
         self.grads = HostGrads()
+        self.moments: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         # Weak: units own this object.
         self._places: dict[nn.Parameter, tuple[weakref.ref[Unit], FlatParam, Param]] = {}
         trained = [
@@ -107,7 +96,7 @@ class HostState:
         self._computed = Fence(streams, copied, StreamName.COMPUTE, "what others copy to the host", StreamName.HOST)
         self._is_busy = False  # copies may be under way, or steps late
         self._turn = 0  # of staging
-        self._late: list[Late] = []
+        self._late: list[Any] = []  # of type LateStep
         self._failure: str | None = None  # how a late step has failed
         self._error: Exception | None = None  # the same, if nobody has raised it
         self._life = Life()  # of parameters here: if this object goes before a late step is carried out, they are stale
@@ -245,9 +234,9 @@ class HostState:
 
     def find(self, param: nn.Parameter) -> tuple[Unit, FlatParam, Param] | None:
         """Where `param` is; None: not in this model."""
-        unit_of, flat, found = self._places.get(param, (lambda: None, None, None))
-        unit = unit_of()
-        return None if unit is None or flat is None or found is None else (unit, flat, found)
+        place = self._places.get(param)
+        unit = None if place is None else place[0]()
+        return None if place is None or unit is None else (unit, *place[1:])
 
     def copy_of(self, number: torch.Tensor) -> torch.Tensor:
         """A copy that FETCH may read, on whatever device. Whoever frees it need not wait for FETCH."""
@@ -255,8 +244,8 @@ class HostState:
         self._streams.keep(copy)
         return copy
 
-    def add_step(self, step: Late) -> None:
-        """Carry out `step` later, unit by unit. For everybody who looks at versions, its weights have changed."""
+    def add_step(self, step: Any) -> None:
+        """Carry out `step`, a `LateStep`, later, unit by unit. Versions say by now that its weights have changed."""
         self._written.record()
         self._is_busy = True
         self._late.append(step)
@@ -295,10 +284,6 @@ class HostState:
     def stored(self, unit: int) -> None:
         """The last chunk of the unit with this index is on its way to the host."""
         self._stored[unit].record()
-
-    def home_of(self, value: torch.Tensor | None) -> torch.Tensor | None:
-        """`value`, an entry of an optimizer's state, if it can be stored where it is. A loaded one is not pinned."""
-        return value if value is not None and value.is_contiguous() and value.is_pinned() else None
 
     # -- readers --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from streamshard.core.params import FlatParam, Param
-from streamshard.core.ranges import cut
 
 
 class HostGrads:
@@ -89,3 +88,12 @@ class HostGrads:
         factor = factor.clone()  # the user may change it
         for param in filter(None, map(self._owner_of, grads)):
             self._factors.setdefault(param, []).append(factor)
+
+
+def cut(buffer: torch.Tensor, places: Iterable[tuple[int, int]]) -> Sequence[torch.Tensor]:
+    """Views of `buffer`, in the order of its memory, each from a begin on and of a length. One operator."""
+    sizes, end = [], 0
+    for begin, numel in places:
+        sizes += [begin - end, numel]
+        end = begin + numel
+    return buffer.split_with_sizes([*sizes, buffer.numel() - end])[1::2]

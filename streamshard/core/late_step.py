@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ from torch.optim import Optimizer
 
 from streamshard.comm.streams import Collective, StreamName
 from streamshard.core.host import HostState
+from streamshard.core.host_grads import cut
 from streamshard.core.params import FlatParam, Param
-from streamshard.core.ranges import GAP_NUMEL, Copy, Range, cut, joined
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
@@ -40,14 +41,11 @@ _REPLACED = ("param_groups", "state", *_HOOKS)
 
 
 def chunk_bytes(units: Iterable[Unit]) -> int:
-    """Device bytes of both chunks when Adam steps `units`: all that a chunk of the largest unit copies."""
+    """Device bytes of both chunks when Adam steps `units`: all that a chunk of the largest flat parameter copies."""
     largest = 0
-    for unit in units:
-        numels = [flat.layout.shard_numel for flat in unit.trained]
-        kinds = [flat.kind for flat in unit.trained]
-        each = [16 + kind.wire_dtype.itemsize * (kind.wire_dtype is not kind.main_dtype) for kind in kinds]
-        all_bytes = sum(numel * n_bytes for numel, n_bytes in zip(numels, each, strict=True))
-        largest = max(largest, min(all_bytes, CHUNK_NUMEL * max(each, default=0)))
+    for flat in (flat for unit in units for flat in unit.trained):
+        each = 16 + flat.kind.wire_dtype.itemsize * (flat.kind.wire_dtype is not flat.kind.main_dtype)
+        largest = max(largest, each * min(flat.layout.shard_numel, CHUNK_NUMEL))
     return 2 * largest
 
 
@@ -61,7 +59,6 @@ class _Entry(NamedTuple):
         state: of the optimizer, the dict that was there at the call. The user may have put another one there since.
         counts_on_device: kernels read counters there.
         factors: of its gradient, which clipping has left.
-        after: its state after the step; complete behind its last part.
     """
 
     flat: FlatParam
@@ -70,12 +67,21 @@ class _Entry(NamedTuple):
     attributes: dict[str, Any]
     state: dict[str, Any]
     counts_on_device: bool
-    factors: Sequence[torch.Tensor]
-    after: dict[str, Any]
+    factors: Sequence[torch.Tensor] = ()
+
+    @property
+    def start(self) -> int:
+        """Where it begins in the shard."""
+        return self.param.local.shard_offset
+
+    @property
+    def stop(self) -> int:
+        """Where it ends in the shard."""
+        return self.param.local.shard_offset + self.param.local.numel
 
 
 class _Part(NamedTuple):
-    """Some of a parameter's elements on this rank."""
+    """Some of a parameter's elements on this rank: a range of the shard."""
 
     entry: _Entry
     start: int
@@ -84,11 +90,49 @@ class _Part(NamedTuple):
     @property
     def is_last(self) -> bool:
         """Whether the parameter has no elements behind it."""
-        return self.stop == self.entry.param.local.numel
+        return self.stop == self.entry.stop
 
-    def of(self, shard: torch.Tensor) -> Range:
-        """These elements of `shard` [shard_numel]."""
-        return Range(shard, self.entry.param.local.shard_offset + self.start, self.stop - self.start)
+
+_Kind = tuple[str, torch.dtype]  # of moments: their key in the optimizer's state, and their dtype
+
+
+class _Moments:
+    """The moments of one optimizer in one flat parameter: of each kind a buffer in pinned memory.
+
+    A buffer covers the range of the shard in which the optimizer has stepped parameters, so a chunk of moments is one
+    copy. Entries of the optimizer's state are views of it.
+
+    Attributes:
+        start, stop: the range.
+        buffers: by kind [stop - start].
+    """
+
+    def __init__(self) -> None:
+        self.start = self.stop = 0
+        self.buffers: dict[_Kind, torch.Tensor] = {}
+
+    def take(self, entries: Sequence[_Entry], host: HostState) -> None:
+        """`entries`, in the order of their memory, are about to be stepped. Move to buffers what lies elsewhere."""
+        start, stop = entries[0].start, max(entry.stop for entry in entries)
+        if self.stop:
+            start, stop = min(start, self.start), max(stop, self.stop)
+        if (start, stop) != (self.start, self.stop):
+            if self.buffers:
+                host.settle()  # earlier steps use them
+            self.start, self.stop, self.buffers = start, stop, {}
+        for entry in entries:
+            for key, value in entry.state.items():
+                if is_moment(key, entry.param, value):
+                    home = self.home(entry, key, value.dtype, host)
+                    if value.data_ptr() != home.data_ptr():  # the user has loaded it, or the buffer is new
+                        host.settle()
+                        entry.state[key] = home.copy_(value)
+
+    def home(self, entry: _Entry, key: str, dtype: torch.dtype, host: HostState) -> torch.Tensor:
+        """[local shape], the place of one entry of the state."""
+        if (buffer := self.buffers.get((key, dtype))) is None:
+            buffer = self.buffers[key, dtype] = host.allocate(self.stop - self.start, dtype)
+        return buffer[entry.start - self.start : entry.stop - self.start].view(entry.param.piece.local_shape)
 
 
 class LateStep:
@@ -96,32 +140,40 @@ class LateStep:
 
     Args:
         optimizer: works element by element. Its state gets host tensors. Its step has not begun.
-        params: its parameters with a gradient, each with its unit's index, flat parameter and group.
+        params: its parameters with a gradient, each with its unit, flat parameter and group.
         host: of the model. It keeps this object, which must not keep it.
 
     Attributes:
         makes_state: it steps a parameter for the first time.
+        changed: by unit, its parameters. Whoever adds this step to `host` counts and clears them: units keep `host`.
     """
 
     def __init__(
-        self, optimizer: Optimizer, params: Sequence[tuple[int, FlatParam, Param, int]], host: HostState
+        self, optimizer: Optimizer, params: Sequence[tuple[Unit, FlatParam, Param, int]], host: HostState
     ) -> None:
         self._kind = type(optimizer)
         self._attributes = _copied({k: v for k, v in vars(optimizer).items() if k not in _REPLACED}, host.copy_of)
         self._options = [map_tensors({**group, "params": []}, host.copy_of) for group in optimizer.param_groups]
         # Kernels of such groups read counters on the device.
         counts_there = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
-        self._entries: dict[int, list[_Entry]] = defaultdict(list)
         self.makes_state = False
+        self.changed: dict[Unit, list[Param]] = defaultdict(list)
+        by_flat: dict[tuple[int, int], list[_Entry]] = defaultdict(list)  # by unit and tag
         for unit, flat, param, group in params:
+            self.changed[unit].append(param)
             if param.local.numel:
                 self.makes_state = self.makes_state or param.sharded not in optimizer.state
                 state = optimizer.state.setdefault(param.sharded, {})
-                facts = flat, param, group, _copied(own_attributes(param.sharded), host.copy_of), state
-                self._entries[unit].append(_Entry(*facts, counts_there[group], host.grads.factors_of(param), {}))
-        for entries in self._entries.values():
-            entries.sort(key=lambda entry: (entry.flat.tag, entry.param.local.shard_offset))
-        self._surroundings = _surroundings(host.device)
+                attributes = _copied(own_attributes(param.sharded), host.copy_of)
+                by_flat[unit.index, flat.tag].append(_Entry(flat, param, group, attributes, state, counts_there[group]))
+        moments: dict[int, _Moments] = host.moments.setdefault(optimizer, defaultdict(_Moments))
+        for (_, tag), entries in by_flat.items():
+            entries.sort(key=operator.attrgetter("start"))
+            moments[tag].take(entries, host)
+        self._entries: dict[int, list[tuple[_Moments, list[_Entry]]]] = defaultdict(list)  # by unit
+        for index, tag in sorted(by_flat):  # behind `take`, which may apply factors
+            entries = [each._replace(factors=host.grads.factors_of(each.param)) for each in by_flat[index, tag]]
+            self._entries[index].append((moments[tag], entries))
 
     @property
     def is_done(self) -> bool:
@@ -130,7 +182,7 @@ class LateStep:
 
     def params_of(self, unit: int) -> list[Param]:
         """The parameters of the unit with this index that are still to be stepped."""
-        return [entry.param for entry in self._entries.get(unit, ())]
+        return [entry.param for _, entries in self._entries.get(unit, ()) for entry in entries]
 
     def run(self, host: HostState, unit: int, *, fills_slot: bool) -> None:
         """Step one unit.
@@ -140,9 +192,9 @@ class LateStep:
             unit: its index. FETCH has waited for its memory.
             fills_slot: copy the new weights to the weight slot too. Else only to the all-gather input on the host.
         """
-        for parts in _chunks(self._entries.pop(unit, ())):
+        for moments, parts in _chunks(self._entries.pop(unit, ())):
             with host.chunk() as tensors:
-                chunk = _Chunk(host, tensors, parts)
+                chunk = _Chunk(host, tensors, moments, parts)
                 step = functools.partial(self._step, chunk, host.device, fills_slot=fills_slot)
                 host.launch(StreamName.FETCH, Collective.STEP, step, *chunk.touched(fills_slot=fills_slot))
                 host.stepped()
@@ -150,7 +202,7 @@ class LateStep:
         host.stored(unit)
 
     def _step(self, chunk: _Chunk, device: torch.device, *, fills_slot: bool) -> None:
-        with _inside(self._surroundings, device):
+        with _plain_torch(device):
             chunk.step(self._stand_in, fills_slot=fills_slot)
 
     def _stand_in(self, groups: Mapping[int, list[nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]) -> None:
@@ -170,51 +222,43 @@ class LateStep:
 
 
 class _Chunk:
-    """One part of a step: copied to the device, stepped, copied back.
+    """A range of a shard: copied to the device, stepped, copied back.
 
-    Of each kind (main weights, main grads, an entry of state) there is one buffer, in which parameters lie as in the
-    shard. So a copy takes all parameters at once.
+    One copy each takes main weights, main grads, and moments. Parameters in it that are not stepped are copied too, and
+    back as they were.
 
     Args:
         host: of the model.
         tensors: keeps the chunk's memory.
-        parts: of parameters, in the order of their memory.
+        moments: of the flat parameter.
+        parts: of its parameters, in the order of their memory.
     """
 
-    def __init__(self, host: HostState, tensors: list[torch.Tensor], parts: Sequence[_Part]) -> None:
-        self._host, self._tensors, self._parts = host, tensors, parts
-        self._stores: dict[Any, list[Copy]] = defaultdict(list)  # by kind
-        self._places: list[tuple[int, int]] = []  # of each part in a buffer: where it begins, its length
-        self._numel = 0
-        before: Range | None = None
-        for part in parts:
-            place = part.of(part.entry.flat.main)
-            distance = None if before is None else before.distance(place)
-            gap = GAP_NUMEL + 1 if before is None or distance is None else distance - before.numel
-            if gap > GAP_NUMEL:
-                gap = -self._numel % GAP_NUMEL
-            begin = self._numel + gap
-            self._places.append((begin, place.numel))
-            self._numel, before = begin + place.numel, place
+    def __init__(self, host: HostState, tensors: list[torch.Tensor], moments: _Moments, parts: Sequence[_Part]) -> None:
+        self._host, self._tensors, self._moments, self._parts = host, tensors, moments, parts
+        self._flat, self._start = parts[0].entry.flat, parts[0].start
+        self._numel = parts[-1].stop - self._start
+        self._places = [(part.start - self._start, part.stop - part.start) for part in parts]
+        self._stores: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def _views(self, kind: Callable[[FlatParam], torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of one kind of shard."""
-        ranges = [part.of(kind(part.entry.flat)) for part in self._parts]
-        return [view for view, _ in joined(zip(ranges, ranges, strict=True))]
+    def _of(self, shard: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """The chunk's range of `shard`, which begins with element `start`; with a version counter of its own."""
+        return shard.data.narrow(0, self._start - start, self._numel)
 
     def touched(self, *, fills_slot: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What `step` reads and writes outside of the chunk."""
-        read = self._views(lambda flat: flat.main) + self._views(lambda flat: flat.main_grads)
-        return read, self._views(lambda flat: flat.gather.shard) if fills_slot else []
+        read = [self._of(self._flat.main), self._of(self._flat.main_grads)]
+        return read, [self._of(self._flat.gather.shard)] if fills_slot else []
 
     def stored(self) -> list[torch.Tensor]:
         """What `store` writes."""
-        return self._views(lambda flat: flat.main) + self._views(lambda flat: flat.host_input)
+        return [self._of(self._flat.main), self._of(self._flat.host_input)]
 
     def step(self, run: Callable[..., None], *, fills_slot: bool) -> None:
         """Copy the parts to the device, and step them. FETCH."""
-        main = self._fetch({n: part.of(part.entry.flat.main) for n, part in enumerate(self._parts)})
-        grads = self._fetch({n: part.of(part.entry.flat.main_grads) for n, part in enumerate(self._parts)})
+        flat = self._flat
+        main, grads = self._fetch(self._of(flat.main)), self._fetch(self._of(flat.main_grads))
+        moments = {kind: self._fetch(self._of_moments(buffer)) for kind, buffer in self._moments.buffers.items()}
         weights = cut(main, self._places)
         params = [nn.Parameter(each) for each in weights]
         groups: dict[int, list[nn.Parameter]] = defaultdict(list)
@@ -224,126 +268,88 @@ class _Chunk:
             groups[part.entry.group].append(param)
             for factor in part.entry.factors:
                 grad.mul_(factor)
-        state = dict(zip(params, self._fetch_state(), strict=True))
+        state = dict(zip(params, self._states(moments), strict=True))
         run(groups, state)
         for param, each in zip(params, weights, strict=True):
             if param.data_ptr() != each.data_ptr():  # ``param.data = ..``
                 each.copy_(param)
-        self._send(main, fills_slot=fills_slot)
-        self._keep_state(list(state.values()))
-        self._tensors += [source.tensor for copies in self._stores.values() for _, source in copies]
+        self._keep_state(list(state.values()), moments)
+        self._stores.append((self._of(flat.main), main))
+        sent = main.to(flat.kind.wire_dtype)
+        if flat.host_input is not flat.main:
+            self._stores.append((self._of(flat.host_input), sent))
+        if fills_slot:
+            self._of(flat.gather.shard).copy_(sent)
+        self._tensors += [source for _, source in self._stores]
 
-    def _fetch(self, sources: Mapping[int, Range]) -> torch.Tensor:
-        """A buffer of the device with the `sources`, by part."""
-        dtype = next(iter(sources.values())).tensor.dtype
-        buffer = torch.empty(self._numel, dtype=dtype, device=self._host.device)
+    def _of_moments(self, buffer: torch.Tensor) -> torch.Tensor:
+        return self._of(buffer, self._moments.start)
+
+    def _fetch(self, source: torch.Tensor) -> torch.Tensor:
+        buffer = torch.empty(self._numel, dtype=source.dtype, device=self._host.device)
         self._tensors.append(buffer)
-        copies = [(Range(buffer, *self._places[number]), source) for number, source in sources.items()]
-        for to, source in joined(copies):
-            to.copy_(source, non_blocking=True)
-        return buffer
+        return buffer.copy_(source, non_blocking=True)
 
-    def _fetch_state(self) -> list[dict[str, Any]]:
+    def _states(self, moments: Mapping[_Kind, torch.Tensor]) -> list[dict[str, Any]]:
         """The state of each part on the device."""
-        states = [dict(part.entry.state) for part in self._parts]
-        sources: dict[tuple[str, torch.dtype], dict[int, Range]] = defaultdict(dict)
+        views = {kind: cut(buffer, self._places) for kind, buffer in moments.items()}
+        states = []
         for number, part in enumerate(self._parts):
-            for key, value in part.entry.state.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if _is_number(key, part, value):
+            states.append(state := dict(part.entry.state))
+            for key, value in state.items():
+                if is_moment(key, part.entry.param, value):
+                    state[key] = views[key, value.dtype][number]
+                elif isinstance(value, torch.Tensor):
                     # The last part's step changes the counter itself, as without offload.
                     device = self._host.device if part.entry.counts_on_device else value.device
-                    states[number][key] = value.to(device, copy=not part.is_last)
-                else:
-                    sources[key, value.dtype][number] = Range(value.contiguous(), part.start, part.stop - part.start)
-        for (key, _), each in sources.items():
-            values = cut(self._fetch(each), [self._places[number] for number in each])
-            for number, value in zip(each, values, strict=True):
-                states[number][key] = value
+                    state[key] = value.to(device, copy=not part.is_last)
         return states
 
-    def _send(self, main: torch.Tensor, *, fills_slot: bool) -> None:
-        """Cast new weights for the all-gather, and note where they are to be stored."""
-        sent = {dtype: main.to(dtype) for dtype in {part.entry.flat.kind.wire_dtype for part in self._parts}}
-        to_slot = []
-        for place, part in zip(self._places, self._parts, strict=True):
-            flat = part.entry.flat
-            new = Range(sent[flat.kind.wire_dtype], *place)
-            self._stores["main weights"].append((part.of(flat.main), Range(main, *place)))
-            if flat.host_input is not flat.main:
-                self._stores["all-gather input"].append((part.of(flat.host_input), new))
-            to_slot.append((part.of(flat.gather.shard), new))
-        for to, source in joined(to_slot if fills_slot else ()):
-            to.copy_(source)
-
-    def _keep_state(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take over the state of each part after the step, and note where it is to be stored."""
-        values: dict[tuple[str, torch.dtype], dict[int, torch.Tensor]] = defaultdict(dict)
-        for number, (part, state) in enumerate(zip(self._parts, states, strict=True)):
+    def _keep_state(self, states: Sequence[dict[str, Any]], moments: MutableMapping[_Kind, torch.Tensor]) -> None:
+        """Take over the state of each part after the step, and note what is to be stored."""
+        for part, (begin, numel), state in zip(self._parts, self._places, states, strict=True):
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and not _is_number(key, part, value):
-                    values[key, value.dtype][number] = value.contiguous()
-                    part.entry.after.setdefault(key, None)  # keeps the order of keys
-                else:
-                    part.entry.after[key] = value
-        for (key, dtype), each in values.items():
-            self._find_homes(key, dtype, each)
-            for number, value in each.items():
-                entry, start, stop = self._parts[number]
-                self._stores[key, dtype].append(
-                    (Range(entry.after[key], start, stop - start), Range(value, 0, stop - start))
-                )
-        for entry, _, _ in (part for part in self._parts if part.is_last):
-            entry.state.clear()
-            entry.state.update(entry.after)
-
-    def _find_homes(self, key: str, dtype: torch.dtype, numbers: Iterable[int]) -> None:
-        """Host memory for one entry of the parts' state. Parts that follow each other get new memory in one piece."""
-        runs: list[list[int]] = []
-        for number in numbers:
-            entry = self._parts[number].entry
-            if entry.after[key] is None:  # else the chunk before has begun the parameter
-                entry.after[key] = self._host.home_of(entry.state.get(key))
-            if entry.after[key] is None:
-                if not runs or runs[-1][-1] != number - 1:
-                    runs.append([])
-                runs[-1].append(number)
-        for run in runs:
-            begin, end = self._places[run[0]][0], self._places[run[-1]][0]
-            home = self._host.allocate(end - begin + self._parts[run[-1]].entry.param.local.numel, dtype)
-            for number in run:
-                entry, at = self._parts[number].entry, self._places[number][0] - begin
-                entry.after[key] = home[at : at + entry.param.local.numel].view(entry.param.piece.local_shape)
+                if not is_moment(key, part.entry.param, value):
+                    continue
+                if (buffer := moments.get((key, value.dtype))) is None:  # the first step
+                    buffer = moments[key, value.dtype] = value.new_zeros(self._numel)
+                place = buffer[begin : begin + numel]
+                if value.data_ptr() != place.data_ptr():
+                    place.copy_(value.reshape(-1))
+                state[key] = self._moments.home(part.entry, key, value.dtype, self._host)
+            if part.is_last:
+                part.entry.state.clear()
+                part.entry.state.update(state)
+        buffers = self._moments.buffers
+        self._stores += [(self._of_moments(buffers[kind]), buffer) for kind, buffer in moments.items()]
 
     def store(self) -> None:
         """Copy weights and state back. STORE."""
-        for copies in self._stores.values():
-            for to, source in joined(copies):
-                to.copy_(source, non_blocking=True)
+        for to, source in self._stores:
+            to.copy_(source, non_blocking=True)
 
 
-def _chunks(entries: Sequence[_Entry]) -> Iterator[list[_Part]]:
-    """Cut parameters into chunks."""
-    parts: list[_Part] = []
-    room = CHUNK_NUMEL
-    for entry in entries:
-        start = 0
-        while start < entry.param.local.numel:
-            stop = min(entry.param.local.numel, start + room)
-            parts.append(_Part(entry, start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield parts
-                parts, room = [], CHUNK_NUMEL
-    if parts:
-        yield parts
+def _chunks(found: Iterable[tuple[_Moments, Sequence[_Entry]]]) -> Iterator[tuple[_Moments, list[_Part]]]:
+    """Cut flat parameters into ranges of at most `CHUNK_NUMEL` elements, which begin and end with a part."""
+    for moments, entries in found:
+        parts: list[_Part] = []
+        for entry in entries:
+            start = entry.start
+            while start < entry.stop:
+                if parts and start - parts[0].start >= CHUNK_NUMEL:
+                    yield moments, parts
+                    parts = []
+                limit = CHUNK_NUMEL + (parts[0].start if parts else start)
+                parts.append(_Part(entry, start, min(entry.stop, limit)))
+                start = parts[-1].stop
+        yield moments, parts
 
 
-def _is_number(key: str, part: _Part, value: torch.Tensor) -> bool:
-    """Whether an entry of state is a counter. A parameter that is a scalar has moments that look like one."""
-    return value.ndim == 0 and (key in NUMBERS or part.entry.param.piece.local_shape != ())
+def is_moment(key: str, param: Param, value: object) -> bool:
+    """Whether an entry of state has a number for each element. A scalar's moments look like counters."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.ndim > 0 or (key not in NUMBERS and param.piece.local_shape == ())
 
 
 def _copied(values: dict[str, Any], copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> dict[str, Any]:
@@ -351,52 +357,27 @@ def _copied(values: dict[str, Any], copy: Callable[[torch.Tensor], torch.Tensor]
     return {key: copy(value) if isinstance(value, torch.Tensor) else value for key, value in values.items()}
 
 
-def _surroundings(device: torch.device) -> tuple[Any, ...]:
-    """The settings of torch by which operators compute and make tensors."""
-    autocasts = [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
-    ]
-    return torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_default_device(), autocasts
-
-
 @contextlib.contextmanager
-def _inside(wanted: tuple[Any, ...], device: torch.device) -> Iterator[None]:
-    """Run the body in these `_surroundings`, whatever forward or reader is around it."""
-    if (now := _surroundings(device)) == wanted:
-        yield
-        return
-    is_inference, dtype, default_device, autocasts = wanted
-    with contextlib.ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, now[1])
-        torch.set_default_dtype(dtype)
-        contexts = (torch.autocast(kind, cast_dtype, is_enabled) for kind, is_enabled, cast_dtype in autocasts)
-        for each in (torch.inference_mode(is_inference), torch.no_grad(), default_device, *contexts):
-            stack.enter_context(each)
+def _plain_torch(device: torch.device) -> Iterator[None]:
+    """Run the body outside of inference mode and autocast, whatever forward or reader is around it."""
+    on_device, on_host = (torch.autocast(kind, enabled=False) for kind in (device.type, "cpu"))
+    with torch.inference_mode(False), torch.no_grad(), on_device, on_host:
         yield
 
 
-def late_steps(
-    optimizer: Optimizer, on_host: Sequence[ShardedParameter]
-) -> list[tuple[HostState, LateStep, dict[Unit, list[Param]]]]:
-    """By model, the step of its parameters that have a gradient, and these by unit."""
+def late_steps(optimizer: Optimizer, on_host: Sequence[ShardedParameter]) -> list[tuple[HostState, LateStep]]:
+    """By model, the step of its parameters in `on_host` that have a gradient."""
     refuse_unreduced(on_host, "an optimizer's step")
-    hosts = {param: host for param in on_host if (host := host_of(param)) is not None}
-    found: dict[HostState, list[tuple[Unit, FlatParam, Param, int]]] = {}
+    found: dict[HostState, list[tuple[Unit, FlatParam, Param, int]]] = defaultdict(list)
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            place = hosts[param].find(param) if param in hosts else None
+            host = host_of(param)
+            place = None if host is None else host.find(param)
             with AsTensors():
-                if place is not None and get_grad(param) is not None:
+                if host is not None and place is not None and get_grad(param) is not None:
                     place[2].adopt_grad()
-                    found.setdefault(hosts[param], []).append((*place, number))
-    late = []
-    for host, places in found.items():
-        by_unit: dict[Unit, list[Param]] = defaultdict(list)
-        for unit, _, each, _ in places:
-            by_unit[unit].append(each)
-        indexed = [(unit.index, flat, each, group) for unit, flat, each, group in places]
-        late.append((host, LateStep(optimizer, indexed, host), by_unit))
-    return late
+                    found[host].append((*place, number))
+    return [(host, LateStep(optimizer, places, host)) for host, places in found.items()]
 
 
 def host_of(param: torch.Tensor) -> HostState | None:

@@ -206,9 +206,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     stepped = dict(args[0].__dict__)
     plain: dict[ShardedParameter, nn.Parameter] = stepped.pop(_PLAIN)
-    for host, step, by_unit in stepped.pop(_LATE):
-        for unit, changed_here in by_unit.items():
-            unit.count_step(changed_here)
+    for host, step in stepped.pop(_LATE):
+        for unit, params in step.changed.items():
+            unit.count_step(params)
+        step.changed.clear()
         host.add_step(step)
         if step.makes_state:  # who reads `optimizer.state` finds every entry
             host.settle()

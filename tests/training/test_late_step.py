@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from streamshard import StreamShard, load_checkpoint, save_checkpoint
-from streamshard.core.ranges import Range, joined
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.nested import map_tensors
 from streamshard.optim import WholeParameterOptimizer, elementwise
@@ -28,6 +28,7 @@ from tests.reference import (
     built,
     engine_inside,
     full_weights,
+    piece_of,
     stack_step,
 )
 from tests.scenarios import BF16, OFFLOAD, RESIDENT, sharded
@@ -50,59 +51,62 @@ def test_loaded_moments_lie_in_pinned_memory_from_the_next_step_on(context: Rank
             optimizer.load_state_dict(map_tensors(state, torch.clone))
 
 
-def _torch_settings() -> tuple[Any, ...]:
-    is_autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    return is_autocast, torch.is_inference_mode_enabled(), torch.get_default_dtype(), torch.get_default_device()
-
-
 class _Noting(torch.optim.AdamW):
-    """Notes in which settings it steps parameters."""
+    """Notes whether it steps parameters in inference mode or autocast."""
 
-    seen: ClassVar[list[tuple[Any, ...]]] = []
+    seen: ClassVar[list[bool]] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        self.seen += [_torch_settings() for group in self.param_groups if group["params"]]
+        if any(group["params"] for group in self.param_groups):
+            self.seen.append(torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled())
         return super().step(closure)
 
 
-@contextlib.contextmanager
-def _in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-_CONTEXTS: tuple[Callable[[], Any], ...] = (
-    *(lambda: torch.autocast("cpu", torch.float16), torch.inference_mode),
-    *(_in_double_precision, lambda: torch.device("cpu", 0)),
-)
-
-
 @on_ranks(1)
-def test_a_late_step_runs_in_the_settings_of_its_call(context: RankContext) -> None:
-    """Neither in those of the next forward nor in those of a reader."""
+def test_a_late_step_runs_outside_of_inference_mode_and_autocast(context: RankContext) -> None:
+    """Whatever the next forward or a reader is inside of."""
     elementwise(_Noting)
-    nothing = contextlib.nullcontext
-    pairs = [pair for each in _CONTEXTS for pair in ((nothing, each), (each, nothing))]
     with simulated_device():
         model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
         optimizer = _Noting(model.parameters(), lr=0.01)
-        for at_call, afterwards in ((nothing, nothing), *pairs):
+        for inside in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.float16), torch.inference_mode):
             for read in (lambda: model(vector_batch(0, 0)), lambda: next(model.parameters()).norm()):
                 optimizer.zero_grad()
                 stack_step(model, Call(0, 0, 1, 1.0))
                 _Noting.seen.clear()
-                with at_call():
-                    wanted = _torch_settings()
-                    optimizer.step()
-                with afterwards():
+                optimizer.step()
+                with inside():
                     read()
-                assert _Noting.seen and {*_Noting.seen} == {wanted}
+                assert _Noting.seen and not any(_Noting.seen)
         for state in optimizer.state.values():
             state["step"].add_(1)  # no inference tensor
+
+
+@on_ranks(2)
+def test_optimizers_of_single_parameters_have_memory_for_their_own_moments_only(context: RankContext) -> None:
+    """A later step that reaches further takes the moments along."""
+    results = []
+    for settings in (OFFLOAD, RESIDENT):
+        with simulated_device():
+            model: Any = StreamShard(built(), precision=FP32, **settings)
+            first, *others = model.layers[0].parameters()
+            optimizers = [adamw(nn.ParameterList([param])) for param in (first, *others)]
+            host = engine_inside(model).host
+            for step in range(4):
+                stack_step(model, Call(step, context.rank, 2, 1.0))
+                for optimizer in optimizers:
+                    optimizer.step()
+                model.zero_grad()
+                if step == 1:
+                    optimizers[0].add_param_group({"params": optimizers.pop().param_groups[0]["params"]})
+                    optimizers[0].step()
+                if step == 0 and host is not None:
+                    made = [each for of in host.moments.values() for each in of.values()]
+                    numel = sum(buffer.numel() for each in made for buffer in each.buffers.values())
+                    assert numel == 2 * sum(map(torch.numel, map(piece_of, (first, *others))))
+            results.append(full_weights(model))
+    assert_same(*results, "weights", EXACT)
 
 
 # -- late steps that fail ---------------------------------------------------------------------------------------------
@@ -226,12 +230,3 @@ def test_a_backward_through_weights_in_host_memory_raises(context: RankContext) 
         run.step()
         other.step()
         assert_same(full_weights(run.model), full_weights(other.model), "weights", EXACT)
-
-
-# -- copies of several parameters -------------------------------------------------------------------------------------
-
-
-def test_copies_from_two_tensors_are_not_joined_although_their_ranges_follow_each_other() -> None:
-    buffer, first, second = (torch.zeros(8) for _ in range(3))
-    copies = [(Range(buffer, 0, 4), Range(first, 0, 4)), (Range(buffer, 4, 4), Range(second, 4, 4))]
-    assert len(joined(copies)) == 2
