@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,18 +27,12 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     host = engine.host
     norms: Sequence[torch.Tensor] = [torch.zeros((), dtype=torch.float64, device=engine.streams.device)]
     if counted := [param for param in filled if (piece := piece_of(param)) is None or piece.counts]:
-        if host is None:
-            norms = local_norms([*map(grad_of, counted)], order)
-        else:  # of a gradient in host memory, the norm that its reduction has left
-            own: Any = [param.grad for param in counted]
-            partial: Any = torch._foreach_norm(own, order)
-            norms = [norm.local for norm in partial]
+        grads = [*map(grad_of, counted)]
+        norms = local_norms(grads, order) if host is None else host.grads.norms(counted, order)
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    alike: dict[Any, list[torch.Tensor]] = defaultdict(list)  # a list of main grads in host memory is multiplied later
-    for param in filled:
-        grad: Any = grad_of(param) if host is None else param.grad
-        alike[host is not None and host.grads.is_given(grad), grad.device].append(grad)
-    for grads in alike.values():
-        torch._foreach_mul_(grads, factor)
+    if filled and host is not None:
+        host.grads.multiply_all(filled, factor)
+    elif filled:
+        torch._foreach_mul_([*map(grad_of, filled)], factor)
     return total

@@ -61,7 +61,7 @@ class HostState:
         self.device = ranks.streams.device
         self._streams = streams = ranks.streams
         self._pinned = PinnedMemory(self.device)
-        self.grads = HostGrads()
+        self.grads = HostGrads(self.device)
         self.moments: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
         # Weak: units own this object.
         self._places: dict[nn.Parameter, tuple[weakref.ref[Unit], FlatParam, Param]] = {}

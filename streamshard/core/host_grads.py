@@ -10,14 +10,22 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
+from torch import nn
 
 from streamshard.core.params import FlatParam, Param
+from streamshard.guards.sharded_parameter import grad_of
+from streamshard.norms import local_norms
 
 
 class HostGrads:
-    """Norms of main grads, and factors that are due, known without a look at main grads. Owns no memory."""
+    """Norms of main grads, and factors that are due, known without a look at main grads. Owns no memory.
 
-    def __init__(self) -> None:
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._by_name: dict[str, Param] = {}
         self._norm_of: dict[Param, torch.Tensor] = {}  # [] fp64, of main grads as the last reduction has left them
         self._normed: set[Param] = set()  # nobody can have read or written their main grads since
@@ -88,6 +96,31 @@ class HostGrads:
         factor = factor.clone()  # the user may change it
         for param in filter(None, map(self._owner_of, grads)):
             self._factors.setdefault(param, []).append(factor)
+
+    def norms(self, params: Iterable[nn.Parameter], order: float) -> list[torch.Tensor]:
+        """[] fp64 on the device, the norm of this rank's part of each gradient, wherever it lies."""
+        norms: list[torch.Tensor] = []
+        for param in params:
+            grad: Any = param.grad
+            norm = self.norm_of(grad) if order == 2.0 else None
+            if norm is None:
+                grad.piece.settle()
+                norms += local_norms([grad_of(param).to(self._device)], order)
+            else:
+                norms.append(norm)
+        return norms
+
+    def multiply_all(self, params: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+        """Multiply gradients by `factor` [] on the device: now, or, of main grads in host memory, see `multiply`."""
+        late = []
+        for param in params:
+            grad: Any = param.grad
+            if self.is_given(grad):
+                late.append(grad)
+            else:
+                grad.piece.settle()
+                grad_of(param).mul_(factor.to(grad.device))
+        self.multiply(late, factor)
 
 
 def cut(buffer: torch.Tensor, places: Iterable[tuple[int, int]]) -> Sequence[torch.Tensor]:
