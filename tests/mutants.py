@@ -249,7 +249,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32")
     ],
     "comm/nccl": [
-        ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
         ("NcclTransport._exchange", Swap("  sum_in_rank", f"  {_ON_COMPUTE} sum_in_rank"), _STREAMS),
         ("NcclTransport._exchange", Swap(".unbind()", ".unbind()[::-1]"), "same_bits:device"),
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
@@ -603,13 +602,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("LateStep.run", Swap("StreamName.STORE", "StreamName.FETCH"), "offload:never_waits"),
         ("LateStep.run", Drop("host.launch(StreamName.STORE"), "offload:changes_no_bit"),
         ("_Chunk._states", Swap(", copy=not part.is_last", ""), "offload:changes_no_bit"),
-        ("_Chunk._states", Swap("copy=not part.is_last", "copy=True"), "late_step:autocast"),
         ("_Chunk.store", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("_Chunk.step", Drop("self._tensors += "), "offload:events_order"),
         ("_plain_torch", Swap("torch.inference_mode(False), ", ""), "late_step:autocast"),
-        ("_plain_torch", Swap("on_device, on_host:", "on_device:"), "late_step:autocast"),
+        ("_plain_torch", Swap(", on_device, on_host:", ":"), "late_step:autocast"),
         ("_Moments.take", Drop("if value.data_ptr()"), "late_step:moments"),
-        ("_Moments.take", Drop("if self.buffers:"), "late_step:single"),
     ],
 }
 
