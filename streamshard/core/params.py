@@ -9,6 +9,7 @@ parameters] in `streamshard.planning.layout`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import weakref
@@ -248,7 +249,7 @@ class FlatParam:
         is_cast = kind.main_dtype is not kind.wire_dtype
         is_sent_as_is = not (is_cast or is_on_host)
         kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
-        self.weights = self.gathered = slot.buffer.narrow(0, *plan.weights).view(kind.compute_dtype)
+        self._use_slot(slot)
         if wire is not None and kind.wire_dtype is not kind.compute_dtype:
             self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
         own = self._own_part
@@ -258,17 +259,11 @@ class FlatParam:
             self.main = ledger.allocate(
                 kept_as, numel, kind.main_dtype, is_visible=is_sent_as_is, is_on_host=is_on_host
             )
-        cast_to = own if is_cast and not is_on_host else None
         self.inner_shard = torch.empty(0)
         if self.is_outer:
-            shards = ranks.world_size // inner.world_size
-            category, size = Category.ALL_GATHER_INPUTS, shards * numel
+            category, size = Category.ALL_GATHER_INPUTS, ranks.world_size // inner.world_size * numel
             self.inner_shard = ledger.allocate(category, size, kind.wire_dtype, is_visible=True)
-            cast_to = self._cut(self.inner_shard)[ranks.rank // inner.world_size] if is_cast else None
-            self.gather = Gather(self.main, self.inner_shard, plan.tag, cast_to)
-        else:
-            self.gather = Gather(own if is_on_host else self.main, self.gathered, plan.tag, cast_to)
-        self.gathers = self._unit_gathers()
+        self._make_gathers()
         if is_on_host:
             self.host_input = self.main
             if is_cast:
@@ -288,12 +283,22 @@ class FlatParam:
         parts = self.ranks.world_size // self.inner.world_size
         return tensor.view(parts, tensor.numel() // parts).unbind() if parts > 1 else (tensor,)
 
-    def _unit_gathers(self) -> list[Gather]:
-        """The all-gathers of a unit's step, whose ranks are `inner`."""
+    def _use_slot(self, slot: WeightSlot) -> None:
+        self.weights = self.gathered = slot.buffer.narrow(0, *self._plan.weights).view(self.kind.compute_dtype)
+
+    def _make_gathers(self) -> None:
+        """All-gathers into `gathered`; see `gather` and `gathers`."""
+        is_cast, own = self.kind.main_dtype is not self.kind.wire_dtype and not self.is_on_host, self._own_part
         if not self.is_outer:
-            return [self.gather]
-        pairs = list(zip(self._cut(self.inner_shard), self._cut(self.gathered), strict=True))
-        return [Gather(shard, slot, self.tag * len(pairs) + place) for place, (shard, slot) in enumerate(pairs)]
+            shard = own if self.is_on_host else self.main
+            self.gather = Gather(shard, self.gathered, self.tag, own if is_cast else None)
+            self.gathers = [self.gather]
+            return
+        shards = self._cut(self.inner_shard)
+        cast_to = shards[self.ranks.rank // self.inner.world_size] if is_cast else None
+        self.gather = Gather(self.main, self.inner_shard, self.tag, cast_to)
+        pairs = enumerate(zip(shards, self._cut(self.gathered), strict=True), self.tag * len(shards))
+        self.gathers = [Gather(shard, slot, tag) for tag, (shard, slot) in pairs]
 
     def scratch_numel(self, dtype: torch.dtype, limit: int) -> int:
         """Elements of scratch for the reductions of a step, which run side by side on CPUs.
@@ -313,27 +318,16 @@ class FlatParam:
             adds: see `Reduction.accumulate`.
             divisor: see `Reduction`.
         """
-        mode = self.kind.mode
-        if self.reduce_ranks is self.ranks:
-            return [Reduction(self.grads, out, self.scratch, mode, adds, self.tag, divisor)]
-        parts = zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True)
-        count = self.ranks.world_size // self.inner.world_size
-        return [
-            Reduction(grads, into, scratch, mode, adds, self.tag * count + place, divisor)
-            for place, (grads, into, scratch) in enumerate(parts)
-        ]
+        parts = [(self.grads, out, self.scratch)]
+        if self.reduce_ranks is not self.ranks:
+            parts = list(zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True))
+        tags = itertools.count(self.tag * len(parts))
+        return [Reduction(*each, self.kind.mode, adds, next(tags), divisor) for each in parts]
 
     def move_weights(self, slot: WeightSlot, guard: WeightGuard) -> None:
         """Go over to `slot`, with all unsharded parameters. There is no wire buffer."""
-        self.weights = self.gathered = slot.buffer.narrow(0, *self._plan.weights).view(self.kind.compute_dtype)
-        own = self._own_part
-        if not self.is_outer:
-            self.gather = self.gather._replace(
-                shard=own if self.is_on_host else self.main,
-                slot=self.gathered,
-                cast_to=None if self.gather.cast_to is None else own,
-            )
-        self.gathers = self._unit_gathers()
+        self._use_slot(slot)
+        self._make_gathers()
         for param in self.params:
             whole = param.form.unsharded(self.part_of(self.weights.data, param.layout))
             guard.use_memory(param.unsharded.place, self.weights.data, whole, param.form.inner)
