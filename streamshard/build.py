@@ -239,7 +239,8 @@ def make_engine(
     engine = Engine(units, plan, reason, ranks, ledger, buffers, settings.precision, reductions, host, outer)
     ends = {index: unit.modules[0] for index, unit in enumerate(found) if unit.may_join}
     if ends and not plan.keeps_weights and not any(layout.flat_params[-1].wire.stop for layout in layouts):
-        engine.ends = Ends(ends, [index for index, module in ends.items() if isinstance(module, nn.Embedding)], ledger)
+        tables = [index for index, module in ends.items() if isinstance(module, nn.Embedding)]
+        engine.ends = Ends(ends, tables, units, ledger)
     return engine
 
 

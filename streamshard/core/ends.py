@@ -26,6 +26,7 @@ class Ends:
     Args:
         candidates: indices of the resident units that may join the block slots.
         tables: those of them that look up rows of their weights.
+        units: all of the model.
         ledger: owns the buffers of slots.
 
     Attributes:
@@ -34,13 +35,15 @@ class Ends:
         is_decided: no further pass is watched.
     """
 
-    def __init__(self, candidates: Collection[int], tables: Collection[int], ledger: Ledger) -> None:
+    def __init__(
+        self, candidates: Collection[int], tables: Collection[int], units: Sequence[Unit], ledger: Ledger
+    ) -> None:
         self.elsewhere: set[int] = set()
         self.saved: set[int] = set()
         self.is_decided = False
         self._candidates = candidates
         self._tables = tables
-        self._ledger = ledger
+        self._units, self._ledger = units, ledger
         self._early: set[int] = set()
         self._late: set[int] = set()
         self._so_far: set[int] = set()  # used in this pass, before its first block or behind its latest one
@@ -84,22 +87,20 @@ class Ends:
 
     # -- the decision ---------------------------------------------------------------------------------------------
 
-    def decide(
-        self, units: Sequence[Unit], order: Sequence[int], plan: SlotPlan, ranks: Communicator
-    ) -> SlotPlan | None:
+    def decide(self, order: Sequence[int], plan: SlotPlan, ranks: Communicator) -> SlotPlan | None:
         """A forward with gradients begins, and the order of units is settled: join, or not. Collective.
 
         A graph that waits for its backward may have saved views of the weights. Then the next pass decides.
 
         Args:
-            units, plan, ranks: the engine's.
+            plan, ranks: the engine's.
             order: in which passes use the units.
 
         Returns:
             The plan in which embedding and head take turns with the blocks; None while, or because, they do not.
         """
         self._attempts += 1
-        has_grads = any(unit.grads.slot.content is not None for unit in units)
+        has_grads = any(unit.grads.slot.content is not None for unit in self._units)
         is_ready = not has_grads and all(ref() is None for ref in self._waiting)
         seen = self._early, self._late, self.elsewhere, self.saved
         votes: list[Any] = ranks.gather_objects("decide which units share a slot", seen if is_ready else None)
@@ -108,30 +109,24 @@ class Ends:
             return None
         early, late, elsewhere, saved = (set[int]().union(*each) for each in zip(*votes, strict=True))
         elsewhere |= early & late
-        return self._join(units, order, plan, early - elsewhere, late - elsewhere, saved)
+        return self._join(order, plan, early - elsewhere, late - elsewhere, saved)
 
-    def predict(self, units: Sequence[Unit], plan: SlotPlan) -> SlotPlan | None:
+    def predict(self, plan: SlotPlan) -> SlotPlan | None:
         """The plan of most models: units are used in the order of registration, by calls of their layers."""
         blocks = [index for index, streamed in enumerate(plan.is_streamed) if streamed]
         early = {index for index in self._candidates if blocks and index < blocks[0]}
         late = {index for index in self._candidates if blocks and index > blocks[-1]}
-        return self._join(units, range(len(units)), plan, early, late, early.difference(self._tables))
+        return self._join(range(len(self._units)), plan, early, late, early.difference(self._tables))
 
     def _join(
-        self,
-        units: Sequence[Unit],
-        order: Sequence[int],
-        plan: SlotPlan,
-        early: Collection[int],
-        late: Collection[int],
-        saved: Collection[int],
+        self, order: Sequence[int], plan: SlotPlan, early: set[int], late: set[int], saved: Collection[int]
     ) -> SlotPlan | None:
         blocks = [place for place, unit in enumerate(order) if plan.is_streamed[unit]]
-        before = {unit for unit in self._candidates if unit in early and order.index(unit) < blocks[0]}
-        behind = {unit for unit in self._candidates if unit in late and order.index(unit) > blocks[-1]}
-        ends = choose_ends(plan, [unit.layout.weight_bytes for unit in units], before, behind)
+        before = {unit for unit in early.intersection(self._candidates) if order.index(unit) < blocks[0]}
+        behind = {unit for unit in late.intersection(self._candidates) if order.index(unit) > blocks[-1]}
+        ends = choose_ends(plan, [unit.layout.weight_bytes for unit in self._units], before, behind)
         if not ends:
             return None
         joined = plan.join(ends, (ends & before).intersection(self._tables).difference(saved))
-        join_slots(units, joined, self._ledger)
+        join_slots(self._units, joined, self._ledger)
         return joined

@@ -304,7 +304,7 @@ class Engine:
         if (ends := self.ends) is None:
             return
         if self.order.is_settled and torch.is_grad_enabled():
-            self._join(ends.decide(self.units, self.order.order, self.plan, self.ranks))
+            self._join(ends.decide(self.order.order, self.plan, self.ranks))
             if ends.is_decided:
                 self.ends = None
         ends.begin_pass()
@@ -312,7 +312,7 @@ class Engine:
     def predict_ends(self) -> None:
         """Decide as for most models, before any pass."""
         if self.ends is not None:
-            self._join(self.ends.predict(self.units, self.plan))
+            self._join(self.ends.predict(self.plan))
             self.ends = None
 
     def _join(self, plan: SlotPlan | None) -> None:

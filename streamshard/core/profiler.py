@@ -14,21 +14,13 @@ from torch.profiler import record_function
 from streamshard.comm.streams import Observer, StepEvent, Streams
 from streamshard.torch_private import is_profiled
 
-_BEGIN = {
-    StepEvent.CAST_BEGINS: "cast",
-    StepEvent.GATHER_BEGINS: "all_gather",
-    StepEvent.FORWARD_BEGINS: "forward",
-    StepEvent.RECOMPUTATION_BEGINS: "recomputation",
-    StepEvent.BACKWARD_BEGINS: "backward",
-    StepEvent.REDUCTION_BEGINS: "reduce_scatter",
-}
-_END = {
-    StepEvent.CAST_ENDS: "cast",
-    StepEvent.GATHER_ENDS: "all_gather",
-    StepEvent.FORWARD_ENDS: "forward",
-    StepEvent.RECOMPUTATION_ENDS: "recomputation",
-    StepEvent.BACKWARD_ENDS: "backward",
-    StepEvent.REDUCTION_ENDS: "reduce_scatter",
+_PARTS = {  # by the first word of an event's name
+    "CAST": "cast",
+    "GATHER": "all_gather",
+    "FORWARD": "forward",
+    "RECOMPUTATION": "recomputation",
+    "BACKWARD": "backward",
+    "REDUCTION": "reduce_scatter",
 }
 
 
@@ -66,12 +58,13 @@ class ProfilerNames(Observer):
 
     def on_event(self, moment: StepEvent, unit: int | None) -> None:
         """See `Observer`. A unit's backward ends where the next unit's begins."""
-        part = _BEGIN.get(moment, "")
-        if part == "backward" or moment is StepEvent.BACKWARD_ENDS:
-            for key in [key for key in self._open if key[0] == "backward"]:
+        word, _, edge = moment.name.partition("_")
+        part = _PARTS.get(word, "")
+        if part == "backward":
+            for key in [key for key in self._open if key[0] == part]:
                 self._open.pop(key).__exit__(None, None, None)
-        elif moment in _END and (begun := self._open.pop((_END[moment], unit), None)) is not None:
+        elif edge == "ENDS" and (begun := self._open.pop((part, unit), None)) is not None:
             begun.__exit__(None, None, None)
-        if part and unit is not None:
+        if part and edge == "BEGINS" and unit is not None:
             self._open[part, unit] = record_function(f"StreamShard::{part} {self._names[unit]}")
             self._open[part, unit].__enter__()
