@@ -396,7 +396,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("Reductions.start", Drop("self.over_replicas.finish_before(unit)"), "replicas"),
-        ("Reductions.start", Drop("if unit.grads.is_early"), "step_in_backward:parts"),
+        ("Reductions.start", Drop("if unit.grads.early"), "step_in_backward:parts"),
         (
             "Reductions.start",
             Swap("before is not None and self.is_open", "before is not None"),

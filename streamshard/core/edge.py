@@ -137,8 +137,7 @@ def call_unit(
         untraced(micro_batch.pause, unit)
     phase = engine.current  # another one after the pause
     if phase is None:  # called by itself, outside of the model's forward
-        whole = handle._replace(output_dtype=None)
-        return call_pass(whole, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)
+        return call_pass(handle, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)
     if engine.ranks.n_parts > 1:
         args, kwargs = untraced(waited, (args, kwargs))
     copies: Copies = []

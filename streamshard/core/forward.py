@@ -100,7 +100,6 @@ class Forward(Phase):
         self._learns = has_graph and not engine.order.is_settled
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used
-        self._read: set[int] = set()  # units whose weights were read while none of their layers ran
         self._beside: set[int] = set()  # resident units that are used beside the program
 
     def begin(self) -> None:
@@ -134,7 +133,7 @@ class Forward(Phase):
             ShardingError: a layer of another streamed unit runs.
         """
         self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
-        outer = self._running_beside(unit)
+        outer = self._running_beside(unit) if self._running else None
         if unit.is_streamed and outer is not None:
             raise ShardingError(
                 f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "
@@ -190,7 +189,6 @@ class Forward(Phase):
             self._reach(unit)
             self._begin_use(unit)
             unit.set_bound(True)
-            self._read.add(unit.index)
             self.graph.versions.setdefault(unit.index, unit.versions())
 
     def _running_beside(self, unit: Unit) -> Unit | None:
@@ -237,7 +235,6 @@ class Forward(Phase):
         self._engine.all_gather(unit)
         unit.wait_until_ready()
         self._begin_use(unit)
-        self._read.add(unit.index)
         self._schedule.read(unit.index, is_inside=bool(self._running))
         self.graph.versions.setdefault(unit.index, unit.versions())
 
@@ -271,13 +268,13 @@ class Forward(Phase):
         refused: ShardingError | None = None
         if error is None:
             try:
-                for unit in map(engine.units.__getitem__, (ROOT_UNIT, *sorted(self._read))):
+                for unit in map(engine.units.__getitem__, sorted({ROOT_UNIT, *self.graph.versions})):
                     if unit.is_bound or not unit.is_streamed:
                         unit.end_use()
             except ShardingError as raised:
                 error = refused = raised
         for unit in engine.units:
-            if unit.is_bound or unit.index in self._read:
+            if unit.is_bound or unit.index in self.graph.versions:
                 unit.release()
         if self._has_graph:
             for unit in engine.units[1:]:

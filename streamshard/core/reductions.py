@@ -178,7 +178,7 @@ class Reductions:
         self._made.discard(unit.index)
         if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._reduces or is_new):
             return
-        if unit.grads.is_early and self.is_open:
+        if unit.grads.early and self.is_open:
             raise ShardingError(
                 f"a hook of register_post_accumulate_grad_hook has got the gradients of {unit.name!r}, and the same "
                 "backward makes a second part of them, because it goes through two forwards: use non-reentrant "

@@ -71,6 +71,7 @@ class UnitGrads:
         params: the parameters whose gradient has memory; the unit fills it.
         state: see `GradState`.
         has_unreduced: an earlier backward has left gradients unreduced, on this rank or on another one.
+        early: the parameters whose gradient this backward has given already.
     """
 
     def __init__(self, index: int, trained: Sequence[FlatParam], slot: GradSlot, ranks: Communicator) -> None:
@@ -79,7 +80,7 @@ class UnitGrads:
         self.state = GradState.GIVEN
         self.has_unreduced = False
         self._ranks = ranks
-        self._early: set[Param] = set()  # whose gradient this backward has given already
+        self.early: set[Param] = set()
         self._dropping = [flat for flat in trained if flat.may_drop]
         self._has_memory = not self._dropping
         self._life = Life()  # of the gradients that parameters have now
@@ -282,11 +283,6 @@ class UnitGrads:
         return param.has_room and (self.has_unreduced or param.unsharded.requires_grad)
 
     @property
-    def is_early(self) -> bool:
-        """This backward has given gradients of the unit before its end."""
-        return bool(self._early)
-
-    @property
     def may_give_early(self) -> bool:
         """Gradients may be given, and main grads dropped, before the end of the backward: the default settings."""
         return bool(self.trained) and self._dropping == self.trained and self.slot.weights is not None
@@ -298,13 +294,13 @@ class UnitGrads:
             for param in used:
                 param.give_grad(self._life)
                 param.is_kept = False  # `is_used` stays: other ranks are told
-        self._early.update(used)
+        self.early.update(used)
         return [param.sharded for param in used]
 
     def drop_early(self) -> None:
         """Drop main grads, if the gradients of all parameters were given early, and cleared."""
         with AsTensors():
-            is_over = all(param in self._early or not self.may_have_grad(param) for param in self.params)
+            is_over = all(param in self.early or not self.may_have_grad(param) for param in self.params)
         if is_over:
             self.drop()
 
@@ -321,13 +317,13 @@ class UnitGrads:
         new = []
         with AsTensors():
             for param, is_used in zip(params, used or map(use_of, params), strict=True):
-                is_new = is_used and self.may_have_grad(param) and param not in self._early
+                is_new = is_used and self.may_have_grad(param) and param not in self.early
                 if is_new or param.is_kept:
                     param.give_grad(self._life)
                 if is_new:
                     new.append(param.sharded)
                 param.is_used = param.is_kept = param.is_left = False
-        self._early.clear()
+        self.early.clear()
         self.move(GradState.GIVEN)
         self.has_unreduced = False
         return new
@@ -352,7 +348,7 @@ class UnitGrads:
             with AsTensors():
                 set_grad(param.unsharded, None)
             param.discard_grad()
-        self._early.clear()
+        self.early.clear()
         self.state, self.has_unreduced = GradState.GIVEN, False  # whatever they were
         if self.slot.content == self.index:
             self.slot.content = None
