@@ -253,6 +253,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport._exchange", Swap(".unbind()", ".unbind()[::-1]"), "same_bits:device"),
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_all_to_all", _NO_STREAM, "whole_parameters:wait"),
+        ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
         ("NcclTransport.start_gather", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", Swap("  out.mul_(", f"  {_ON_COMPUTE} out.mul_("), _STREAMS),

@@ -136,7 +136,7 @@ def test_settings_that_cannot_work_are_refused(context: RankContext) -> None:
 @on_ranks(2)
 def test_replicas_never_drift_apart_for_good(context: RankContext) -> None:
     """A step outside of local SGD raises while gradients are not averaged, also when the LocalSGD is gone."""
-    model = sharded_model(mesh=_mesh(2, 1))
+    model = sharded_model(mesh=mesh_2d(2, 1))
     plain = sgd(model)
     local: Any = LocalSGD(sgd(model), model, period=1, warmup_steps=1)
     train_stack(model, plain, context, steps=1)  # gradients are averaged so far
