@@ -225,7 +225,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._chunks: dict[tuple[object, ...], list[torch.Tensor]] = {}
         self._gathers: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # not copied yet: destination, source
         self._started: deque[tuple[list[torch.Tensor], torch.Tensor, bool, float]] = deque()  # not summed yet
-        weakref.finalize(self, _leave, self._own.gone, os.getpid())
+        weakref.finalize(self._own, _leave, self._own.gone, os.getpid())  # of which `among` makes no copy
 
     def among(self, ranks: RankGroup, places: Sequence[int]) -> SharedMemoryTransport:
         """The transport of ranks that gather and reduce among themselves, while the others do so among themselves.
