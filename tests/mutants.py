@@ -295,7 +295,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
     ],
     "core/backward": [
-        ("Backward.reach", Drop("if graph.plan is not plan:"), "ends:second_backward"),
+        ("Backward.enter", Drop("if graph.plan is not plan:"), "ends:second_backward"),
         (
             "Backward._advance",
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
@@ -311,7 +311,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.begin", Drop("engine.weights_written.wait()"), "simulated_device:once_each"),
         ("Backward._unshard", Drop("unit.wait_until_ready()"), "matrix"),
         ("Backward.begin", Drop("engine.progress.is_unreached = False"), "loops"),
-        ("Backward.reach", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
+        ("Backward.enter", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
         ("Backward._unshard", Drop("if unit.guard.is_gone:"), "programs"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
         ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory"),
@@ -441,18 +441,18 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later")
     ],
     "core/slots": [
-        ("GradSlot.open", Drop("self.weights.read.complete()"), "shared_memory matrix"),
+        ("GradSlot.open", Drop("self.weights.shard_read.complete()"), "shared_memory matrix"),
         ("GradSlot.open", Drop("self.weights.move("), "matrix"),
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
         ("Unit.expire", Drop("self.weight_slot.move(WeightState.EMPTY, None)"), "programs"),
-        ("Unit.start_gather", Drop("slot.read.complete()"), "invariants"),
+        ("Unit.start_gather", Drop("slot.shard_read.complete()"), "invariants"),
         ("Unit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix programs"),
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
-        ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.inner"), "expert_parallel"),
+        ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "expert_parallel"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs"),
     ],
     "core/ends": [
@@ -472,7 +472,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("join_slots", Drop("kept.is_shared"), "ends"),
     ],
     "core/unit_grads": [
-        ("UnitGrads.write_early", Drop("self.slot.weights.read.complete()"), "shared_memory tied matrix"),
+        ("UnitGrads.write_early", Drop("self.slot.weights.shard_read.complete()"), "shared_memory tied matrix"),
         ("UnitGrads.leave", Swap("param.is_left or ", ""), "replicas:only_another"),
         ("UnitGrads.write_early", Swap("param.in_slot.add_(grad) if param.is_written_early else ", ""), "tied"),
         ("UnitGrads.write_early", Drop("if scale != 1.0"), "lookups:scaled"),

@@ -25,7 +25,7 @@ def allocate_units(
     ledger: Ledger,
     take: TakeWeights,
     homes: Sequence[Home | None],
-    inner: Communicator | None,
+    gather_ranks: Communicator | None,
     *,
     reduces_at_once: bool,
     keeps_main_grads: bool,
@@ -40,8 +40,8 @@ def allocate_units(
         experts: the ranks that cut flat parameters of experts.
         take: see `TakeWeights`.
         homes: by unit, the home of its state, see `Unit`.
-        inner: the ranks of all-gathers and reductions in a step; None: those that cut a flat parameter.
-        reduces_at_once: all ranks that cut a flat parameter reduce it at once, not `inner`.
+        gather_ranks: the ranks of all-gathers and reductions in a step; None: those that cut a flat parameter.
+        reduces_at_once: all ranks that cut a flat parameter reduce it at once, not `gather_ranks`.
         keeps_main_grads: main grads always have memory.
     """
     weight_slots, wires = _weight_slots(layouts, plan, ranks, ledger)
@@ -50,13 +50,13 @@ def allocate_units(
         places, keeps_slot = (weight_slots[slot], wires[slot]), plan.keeps_weights
         is_on_host = home is not None and home.is_on_host
         cut_by = [(flat, experts if flat.kind.is_expert else ranks) for flat in layout.flat_params]
-        own = [(flat, *places, each, ledger, inner or each) for flat, each in cut_by]
+        own = [(flat, *places, each, ledger, gather_ranks or each) for flat, each in cut_by]
         flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
         for flat in flat_params[-1]:
             if reduces_at_once:
                 flat.reduce_ranks = ranks
         take(layout, flat_params[-1])
-    keeps_slot = plan.keeps_grads and inner is None
+    keeps_slot = plan.keeps_grads and gather_ranks is None
     grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots, keeps_main_grads)
     units = []
     for index, layout in enumerate(layouts):
@@ -65,7 +65,9 @@ def allocate_units(
             if flat.kind.trains:
                 flat.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
         given = layout, flat_params[index], *slots, ranks
-        units.append(Unit(index, *given, is_streamed=plan.is_streamed[index], home=homes[index], inner=inner))
+        units.append(
+            Unit(index, *given, is_streamed=plan.is_streamed[index], home=homes[index], gather_ranks=gather_ranks)
+        )
     for grad_slot in grad_slots.values():
         grad_slot.scratch.drop()
     return units
@@ -131,7 +133,7 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
     grads = {unit.grads.slot.weights: unit.grads.slot for unit in joined}
     for unit in joined:  # on CPUs; compute has waited for the last pass's collectives when it ended
         unit.weight_slot.arrived.complete()
-        unit.weight_slot.read.complete()
+        unit.weight_slot.shard_read.complete()
         unit.grads.slot.drained.complete()
     for unit in joined:
         unit.use_slots(kept, grads.get(kept, unit.grads.slot))

@@ -105,7 +105,7 @@ class Backward(Phase):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def reach(self, graph: Graph) -> None:
+    def enter(self, graph: Graph) -> None:
         """Backward has come to the pass of `graph`: the program is the forward's visits, reversed."""
         if graph is self.graph or graph in self._closed:
             return
@@ -130,7 +130,7 @@ class Backward(Phase):
 
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of a unit: put them in place (rule 1)."""
-        self.reach(use.graph)
+        self.enter(use.graph)
         refuse_changed(use.unit, use.versions)
         if use.graph is self.graph and not use.is_inside:
             if use.is_first:

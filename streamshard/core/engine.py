@@ -270,7 +270,7 @@ class Engine:
         """All ranks that this rank exchanges units' bytes with: its shard group, experts, replicas."""
         axes = (self.reductions.replicas, self.outer)
         flats = (flat for unit in self.units for flat in unit.flat_params)
-        of_units = (ranks for flat in flats for ranks in (flat.ranks, flat.inner))
+        of_units = (ranks for flat in flats for ranks in (flat.ranks, flat.gather_ranks))
         return list(dict.fromkeys([self.ranks, *of_units, *(axis.ranks for axis in axes if axis is not None)]))
 
     @property
@@ -411,4 +411,4 @@ class Engine:
         with self._ending:
             for unit in self.units:
                 if unit.is_sent_as_is or unit.weight_slot.state is WeightState.ARRIVING:
-                    unit.weight_slot.read.wait()  # rule 6
+                    unit.weight_slot.shard_read.wait()  # rule 6

@@ -92,7 +92,7 @@ def watch_nodes(
     Returns:
         The sequence number of the latest one; -1: there are none.
     """
-    function: Callable[..., None] = need_weights if isinstance(origin, Use) else _reach_pass
+    function: Callable[..., None] = need_weights if isinstance(origin, Use) else _enter_pass
     latest = -1
     for tensor in tensors_in(values, depth=depth):
         # An in-place edit of a view replaces the view's node. The node of its base stays.
@@ -120,10 +120,10 @@ def _begin_backward(engine: Engine) -> Backward:
     return backward
 
 
-def _reach_pass(engine: Engine, graph: Graph, grads: object = None) -> None:
+def _enter_pass(engine: Engine, graph: Graph, grads: object = None) -> None:
     """Backward has come to the outputs of the pass that made `graph`. A prehook of their nodes."""
     if engine.phase is None or not engine.phase.is_forward:
-        _begin_backward(engine).reach(graph)
+        _begin_backward(engine).enter(graph)
 
 
 def need_weights(engine: Engine, use: Use, grads: object = None) -> None:

@@ -206,12 +206,12 @@ class FlatParam:
         kind: its dtypes, and whether it trains.
         layout: of its parameters.
         main: [shard_numel] main_dtype. The user's Parameters are views of it.
-        inner: the ranks of its all-gathers in a step: `ranks`, or the shard group if state is cut over replicas too.
-        reduce_ranks: the ranks of its reductions in a step: `inner`, or `ranks` if these add in rank order.
-        gather: its all-gathers. Their shard is `main`, with ``offload`` this rank's range of `gathered`. Between
-            replicas, if state is cut over them: then their slot is `inner_shard`.
-        gathers: its all-gathers in a step, over `inner`.
-        inner_shard: [R * shard_numel] wire_dtype, what this rank sends in the shard group if state is cut over R
+        gather_ranks: the ranks of its all-gathers in a step: `ranks`, or the shard group if state is cut over replicas.
+        reduce_ranks: the ranks of its reductions in a step: `gather_ranks`, or `ranks` if these add in rank order.
+        gather: its all-gather of all elements. Its shard is `main`, with ``offload`` this rank's range of `gathered`.
+            If state is cut over replicas it goes between these, and its slot is `sent_shard`.
+        unit_gathers: its all-gathers in a step, over `gather_ranks`.
+        sent_shard: [R * shard_numel] wire_dtype, what this rank sends in the shard group if state is cut over R
             replicas; empty otherwise.
         host_input: [shard_numel] wire_dtype, with ``offload``: copied to that range. It is `main` itself, if that is of
             the same dtype. Empty without ``offload``.
@@ -232,13 +232,13 @@ class FlatParam:
         wire: torch.Tensor | None,
         ranks: Communicator,
         ledger: Ledger,
-        inner: Communicator,
+        gather_ranks: Communicator,
         *,
         keeps_slot: bool,
         is_on_host: bool,
     ) -> None:
-        self.inner = self.reduce_ranks = inner
-        self.is_outer = inner is not ranks
+        self.gather_ranks = self.reduce_ranks = gather_ranks
+        self.is_outer = gather_ranks is not ranks
         self.is_on_host, self.host_input = is_on_host, torch.empty(0)
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[Param] = []
@@ -259,10 +259,10 @@ class FlatParam:
             self.main = ledger.allocate(
                 kept_as, numel, kind.main_dtype, is_visible=is_sent_as_is, is_on_host=is_on_host
             )
-        self.inner_shard = torch.empty(0)
+        self.sent_shard = torch.empty(0)
         if self.is_outer:
-            category, size = Category.ALL_GATHER_INPUTS, ranks.world_size // inner.world_size * numel
-            self.inner_shard = ledger.allocate(category, size, kind.wire_dtype, is_visible=True)
+            category, size = Category.ALL_GATHER_INPUTS, ranks.world_size // gather_ranks.world_size * numel
+            self.sent_shard = ledger.allocate(category, size, kind.wire_dtype, is_visible=True)
         self._make_gathers()
         if is_on_host:
             self.host_input = self.main
@@ -280,7 +280,7 @@ class FlatParam:
 
     def _cut(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`tensor` in equal parts: one for each replica if state is cut over replicas too, else one."""
-        parts = self.ranks.world_size // self.inner.world_size
+        parts = self.ranks.world_size // self.gather_ranks.world_size
         return tensor.view(parts, tensor.numel() // parts).unbind() if parts > 1 else (tensor,)
 
     def _use_slot(self, slot: WeightSlot) -> None:
@@ -292,13 +292,13 @@ class FlatParam:
         if not self.is_outer:
             shard = own if self.is_on_host else self.main
             self.gather = Gather(shard, self.gathered, self.tag, own if is_cast else None)
-            self.gathers = [self.gather]
+            self.unit_gathers = [self.gather]
             return
-        shards = self._cut(self.inner_shard)
-        cast_to = shards[self.ranks.rank // self.inner.world_size] if is_cast else None
-        self.gather = Gather(self.main, self.inner_shard, self.tag, cast_to)
+        shards = self._cut(self.sent_shard)
+        cast_to = shards[self.ranks.rank // self.gather_ranks.world_size] if is_cast else None
+        self.gather = Gather(self.main, self.sent_shard, self.tag, cast_to)
         pairs = enumerate(zip(shards, self._cut(self.gathered), strict=True), self.tag * len(shards))
-        self.gathers = [Gather(shard, slot, tag) for tag, (shard, slot) in pairs]
+        self.unit_gathers = [Gather(shard, slot, tag) for tag, (shard, slot) in pairs]
 
     def scratch_numel(self, dtype: torch.dtype, limit: int) -> int:
         """Elements of scratch for the reductions of a step, which run side by side on CPUs.
@@ -443,10 +443,10 @@ class FlatParam:
 
     def place_sums(self, sums: torch.Tensor) -> None:
         """Tell parameters where in `sums` [R * shard_numel], a shard of each replica, their gradients wait."""
-        first = self.ranks.rank % self.inner.world_size
+        first = self.ranks.rank % self.gather_ranks.world_size
         for replica, part in enumerate(self._cut(sums)):
             for param in self.params:
-                local = self.layout.local_range(param.layout, first + replica * self.inner.world_size)
+                local = self.layout.local_range(param.layout, first + replica * self.gather_ranks.world_size)
                 param.sums.append(part.narrow(0, local.shard_offset, local.numel))
 
     def leave_slot(self) -> None:

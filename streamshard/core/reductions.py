@@ -76,7 +76,7 @@ class Reductions:
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._averaged = 1 if replicas is None else ranks.n_replicas  # replicas average quotients
         self._units = units
-        self._inner = units[0].inner
+        self._gather_ranks = units[0].gather_ranks
         self._scale = 1.0
         self.progress = Progress()
         self._reduces = True
@@ -164,7 +164,7 @@ class Reductions:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
         self._made.add(unit)
         if self._stream is None:
-            self._inner.transport.progress()
+            self._gather_ranks.transport.progress()
         elif self._stream != (stream := self.ranks.streams.device_stream(StreamName.COMPUTE)):
             # Of a layer on a stream of its own, as shared experts: the backward's waits for it only at the end.
             self._others.setdefault(unit, set()).add(stream)

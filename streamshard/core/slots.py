@@ -118,8 +118,8 @@ class WeightSlot:
         content: index of the unit whose weights the slot holds or receives; None: of no unit.
         arrived: fence of rule 1, recorded after the all-gather.
         released: fence of rule 2, recorded after a unit's last use.
-        read: fence of rule 6, recorded after the all-gather: all ranks have read this rank's shard. On a device the
-            comm stream orders this.
+        shard_read: fence of rule 6, recorded after the all-gather: all ranks have read this rank's shard. On a device
+            the comm stream orders this.
         is_shared: several units use the slot.
     """
 
@@ -131,7 +131,7 @@ class WeightSlot:
         self.is_shared = is_shared
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)
-        self.read = Fence(streams, Rule.SHARDS_READ, StreamName.COMM, f"shards in {what}", at=self.arrived)
+        self.shard_read = Fence(streams, Rule.SHARDS_READ, StreamName.COMM, f"shards in {what}", at=self.arrived)
 
     def move(self, state: WeightState, content: int | None) -> None:
         """Go over to `state`, with weights of unit `content`.
@@ -229,7 +229,7 @@ class GradSlot:
         # The slot's weights were all-gathered behind its last reduction, and give way to gradients.
         if self.weights.state is WeightState.ARRIVING:  # this rank has skipped the unit
             self.weights.arrived.wait()  # rule 1
-        self.weights.read.complete()  # rule 6: other ranks may still read this rank's part of them
+        self.weights.shard_read.complete()  # rule 6: other ranks may still read this rank's part of them
         self.weights.move(WeightState.EMPTY, None)
 
     def finish_writing(self) -> None:

@@ -83,7 +83,7 @@ class Unit:
         ranks: the shard group.
         is_streamed: the unit shares the block slots; else it is resident and has a weight slot of its own.
         home: of the unit's state; None: it is this rank's shard, on the device.
-        inner: the ranks of its all-gathers and reductions; None: `ranks`.
+        gather_ranks: the ranks of its all-gathers and reductions; None: `ranks`.
 
     Attributes:
         name: fully qualified name of the module, for messages.
@@ -109,15 +109,17 @@ class Unit:
         *,
         is_streamed: bool,
         home: Home | None = None,
-        inner: Communicator | None = None,
+        gather_ranks: Communicator | None = None,
     ) -> None:
-        self.home, self.inner = home, inner or ranks
+        self.home, self.gather_ranks = home, gather_ranks or ranks
         self.index, self.layout, self.flat_params = index, layout, tuple(flat_params)
         self.weight_slot, self.ranks, self.is_streamed = weight_slot, ranks, is_streamed
         self.name = layout.name or "the root unit"
         self.params: list[Param] = []
         self.is_bound = self.is_trainable = False
-        self.is_sent_as_is = any(flat.gathers[0].cast_to is None and not flat.is_on_host for flat in self.flat_params)
+        self.is_sent_as_is = any(
+            flat.unit_gathers[0].cast_to is None and not flat.is_on_host for flat in self.flat_params
+        )
         self.guard = WeightGuard(weight_slot.is_shared)
         self.gathering = ranks.waiting("the gather of", self.name)
         self.reducing = ranks.waiting("the reduction of", self.name)
@@ -189,22 +191,22 @@ class Unit:
 
     def start_gather(self) -> None:
         """Start the all-gather, which casts the weights, into the weight slot. The slot is this unit's from here on."""
-        slot, transport = self.weight_slot, self.inner.transport
+        slot, transport = self.weight_slot, self.gather_ranks.transport
         self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
         slot.released.wait()  # rule 2
         if self.grads.slot.weights is not None:
             self.grads.slot.drained.complete()  # rule 2; on a device the comm stream orders both
         slot.arrived.complete()  # a unit that was all-gathered and then skipped: its messages are still under way
-        slot.read.complete()  # rule 6
+        slot.shard_read.complete()  # rule 6
         slot.move(WeightState.ARRIVING, self.index)
         if self.home is not None:
             self.home.fetch(self)
         works: list[Work | None] = []
         for flat in self.flat_params:
-            for gather in flat.gathers:
-                works.append(flat.inner.transport.start_gather(gather))
+            for gather in flat.unit_gathers:
+                works.append(flat.gather_ranks.transport.start_gather(gather))
         slot.arrived.record(*works)
-        slot.read.record(*transport.readers(works))
+        slot.shard_read.record(*transport.readers(works))
         self._streams.observe(StepEvent.GATHER_ENDS, self.index)
 
     def wait_until_ready(self) -> None:

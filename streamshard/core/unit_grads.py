@@ -200,7 +200,7 @@ class UnitGrads:
         """
         current: Any = self._wait_for(others) if others else None
         if self.slot.weights is not None:
-            self.slot.weights.read.complete()  # rule 6
+            self.slot.weights.shard_read.complete()  # rule 6
         if scale != 1.0:
             grad.mul_(scale)
         param.in_slot.add_(grad) if param.is_written_early else param.in_slot.copy_(grad)

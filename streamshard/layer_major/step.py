@@ -195,7 +195,7 @@ class LayerMajorStep:
         try:
             backward.begin()
             graph.visits = tuple(unit for unit in graph.visits if engine.units[unit].is_streamed)
-            backward.reach(graph)
+            backward.enter(graph)
             turn = self._next_visit() or Visit(self._last, [])
             self._visits.append(turn)
             first_of = {visit.unit: place for place, visit in reversed(list(enumerate(self._visits)))}

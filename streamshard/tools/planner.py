@@ -192,7 +192,7 @@ class Planner(NamedTuple):
         visits = itertools.chain(*_gathers_of(engine))
         gathered = [flat for unit in visits for flat in unit.flat_params if flat.layout.params]
         reduced = [flat for unit in engine.units for flat in unit.trained]
-        gathers = sum(len(flat.gathers) for flat in gathered if flat.inner.world_size > 1)
+        gathers = sum(len(flat.unit_gathers) for flat in gathered if flat.gather_ranks.world_size > 1)
         reductions = sum(
             flat.ranks.world_size // flat.reduce_ranks.world_size
             for flat in reduced
@@ -344,11 +344,11 @@ def _exchanged_of(engine: Engine) -> Exchanged:
 
     def sent(flat: FlatParam, ranks: Communicator, dtype: torch.dtype) -> int:
         # Each other rank receives this rank's shards, and chunks of this rank's gradients.
-        receivers, parts = flat.inner.world_size - 1, flat.ranks.world_size // ranks.world_size
+        receivers, parts = flat.gather_ranks.world_size - 1, flat.ranks.world_size // ranks.world_size
         return receivers * parts * flat.layout.shard_numel * dtype.itemsize
 
     forward, backward = (
-        sum(sent(flat, flat.inner, flat.kind.wire_dtype) for unit in units for flat in unit.flat_params)
+        sum(sent(flat, flat.gather_ranks, flat.kind.wire_dtype) for unit in units for flat in unit.flat_params)
         for units in _gathers_of(engine)
     )
     reduced = [flat for unit in engine.units for flat in unit.trained]
@@ -369,7 +369,7 @@ def _sent_over_replicas(engine: Engine) -> int:
             total += receivers * numel * flat.kind.wire_dtype.itemsize
             if outer.is_in_order:
                 dtype = flat.reduce_ranks.transport.sent_dtype(flat.kind.mode, flat.grads.dtype)
-                total += receivers * flat.inner.world_size * numel * dtype.itemsize
+                total += receivers * flat.gather_ranks.world_size * numel * dtype.itemsize
             else:
                 total += receivers * numel * torch.float32.itemsize
         elif replicas is not None:

@@ -78,7 +78,7 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
         def on_collective(self, stream: Any, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:
             if collective is Collective.ALL_GATHER and tag is not None and tag < len(engine.units):
                 slot = engine.units[tag].weight_slot
-                assert not slot.arrived.works and not slot.read.works, "a slot is cast and gathered into"
+                assert not slot.arrived.works and not slot.shard_read.works, "a slot is cast and gathered into"
                 checks.append(tag)
 
     with engine.streams.observed_by(_Checks()):

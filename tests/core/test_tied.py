@@ -191,9 +191,9 @@ def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankCont
     write, pending = UnitGrads.write_early, []
 
     def write_early(grads: Any, *given: Any) -> None:
-        before = len(grads.slot.weights.read.works)
+        before = len(grads.slot.weights.shard_read.works)
         write(grads, *given)
-        pending.append((before, len(grads.slot.weights.read.works)))
+        pending.append((before, len(grads.slot.weights.shard_read.works)))
 
     with mock.patch.object(UnitGrads, "write_early", write_early):
         for step in range(3):
