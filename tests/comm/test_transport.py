@@ -263,7 +263,9 @@ def test_every_transport_gathers_reduces_averages_and_exchanges_objects(context:
 def test_ranks_with_the_same_experts_gather_and_reduce_beside_others(context: RankContext) -> None:
     """Through the memory of all four."""
     ranks = _late(_experts)(torch.device("cpu"))
-    gc.collect()  # the memory outlives the communicator of all
+    gc.collect()
+    inner: Any = ranks.transport
+    assert not inner.inner._own.gone[0], "the communicator of all has gone, and its memory is needed"
     for dtype in DTYPES.values():
         _check_gathers(ranks, dtype)
     for mode in ReductionMode:
