@@ -23,6 +23,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
@@ -125,7 +126,9 @@ def read_entry(path: Location) -> Entry:
 
 def no_checkpoint(directory: Location, why_of: Mapping[Location, str]) -> CheckpointError:
     """The error about a directory without an intact checkpoint, with the reason for each checkpoint in it."""
-    reasons = "; ".join(why_of.values()) or "wanted a directory that save_checkpoint has written to"
+    is_there = not isinstance(directory, Path) or directory.exists()
+    wanted = "wanted a directory that save_checkpoint has written to" if is_there else "it does not exist"
+    reasons = "; ".join(why_of.values()) or wanted
     return CheckpointError(
         f"{directory} holds no whole checkpoint: {reasons}. `streamshard convert DIR OUT --from dcp` makes one of a "
         "directory of torch.distributed.checkpoint; load_safetensors reads a Hugging Face directory"

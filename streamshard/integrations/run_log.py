@@ -176,8 +176,9 @@ class RunLog:
 
 
 def _open(path: Path) -> Path:
-    """Make the file `path`, or leave out the last line of one whose machine has failed, if it is not whole."""
+    """Make the file `path` and its directory. Of one whose machine has failed, leave out a last line that is not whole."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             size = file.tell()
             file.seek(max(size - 4096, 0))

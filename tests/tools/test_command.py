@@ -120,7 +120,7 @@ def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsy
     out, nowhere, fsdp2 = str(tmp_path / "out"), str(tmp_path / "nowhere"), str(tmp_path / "fsdp2")
     assert main(["convert", str(saved), fsdp2, "--to", "dcp"]) == 0
     for told, command in (
-        ("nowhere holds no whole checkpoint", ["inspect", nowhere]),
+        ("nowhere holds no whole checkpoint: it does not exist", ["inspect", nowhere]),
         ("nowhere holds no whole checkpoint", ["convert", nowhere, out, "--to", "dcp"]),
         ("holds no whole checkpoint", ["inspect", str(saved.parent)]),
         ("`streamshard convert DIR OUT --from dcp` makes one", ["convert", fsdp2, out, "--to", "dcp"]),
