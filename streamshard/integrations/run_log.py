@@ -176,7 +176,7 @@ class RunLog:
 
 
 def _open(path: Path) -> Path:
-    """Make the file `path` and its directory. Of one whose machine has failed, leave out a last line that is not whole."""
+    """Make the file `path` and its directory. If its machine has failed, leave out a last line that is not whole."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
