@@ -281,7 +281,7 @@ def _describe(engine: Engine) -> dict[int, str]:
             kept_as = Category.MAIN_WEIGHTS if flat.kind.trains else Category.FROZEN_WEIGHTS
             own = {
                 kept_as: flat.main,
-                Category.ALL_GATHER_INPUTS: flat.inner_shard if engine.outer else flat.host_input,
+                Category.ALL_GATHER_INPUTS: flat.sent_shard if engine.outer else flat.host_input,
             }
             for category, tensor in {Category.MAIN_GRADS: flat.main_grads, **own}.items():
                 names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
