@@ -428,7 +428,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_a_gpu(context: RankContext, f
 def test_an_explanation_of_out_of_memory_says_what_torch_has_allocated_of_the_device(context: RankContext) -> None:
     """Beside what the engine holds."""
     model = StreamShard(TinyLM().cuda())
-    text = explain_out_of_memory(engine_inside(model), engine_inside(model).streams, "holds")
+    text = explain_out_of_memory(engine_inside(model))
     most, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
     assert most > 0
     assert f"torch has allocated at most {most / 2**30:.2f} GiB, of {total / 2**30:.2f} GiB" in text
