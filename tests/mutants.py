@@ -484,7 +484,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads._leave_slot", Swap("all(", "any("), "expert_parallel:micro_batch"),
         ("UnitGrads.collect", Drop("self._leave_slot()"), "dial"),
         ("UnitGrads.collect", Swap("is_filled or not is_empty", "not is_empty"), "loops programs graphs"),
-        ("UnitGrads.collect", Drop("if absent and not adds:"), "programs"),
+        ("UnitGrads.collect", Drop("if absent and not adds:"), "programs matrix"),
         ("UnitGrads._wait_for", Drop("current.wait_stream(stream)"), _STREAMS),
         ("UnitGrads.drop", Swap("not self._renew()", "False"), "pieces"),
         ("UnitGrads._renew", Drop("is_alone = is_alone and {*map(getrefcount"), "dial:main_grads"),
