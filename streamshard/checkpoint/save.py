@@ -184,9 +184,7 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     found = ranks.gather_results("save", collect_here)
     for name, state in states.items():
         refuse_other_options(name, state.options, ranks)
-    differing = {name for name in trees if len({theirs[name][0] for theirs in found}) > 1}
-    if cut := sorted(name for name in differing if any(theirs[name][1] for theirs in found)):
-        raise CheckpointError(f"{', '.join(cut)} has pieces of parameters, and other values that differ between ranks")
+    differing = _differing(found)
     if ranks.is_first and (named := ", ".join(sorted(differing - {RANDOM}))):
         _say_what_differs(named)
     trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True) for name in differing}
@@ -209,6 +207,21 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
             pieces.extend(TensorPiece.wholes(tensors))
         pieces.extend(of_replica(TensorPiece.sharded(tensors), parts.engine))
     return saved, pieces
+
+
+def _differing(found: Sequence[Mapping[str, tuple[str, bool]]]) -> set[str]:
+    """The trees whose digests differ between ranks.
+
+    Args:
+        found: by rank and name of a tree, its digest, and whether it has pieces.
+
+    Raises:
+        CheckpointError: one of them has pieces, which belong to all ranks.
+    """
+    differing = {name for name in found[0] if len({theirs[name][0] for theirs in found}) > 1}
+    if cut := sorted(name for name in differing if any(theirs[name][1] for theirs in found)):
+        raise CheckpointError(f"{', '.join(cut)} has pieces of parameters, and other values that differ between ranks")
+    return differing
 
 
 @functools.cache  # once per process

@@ -209,7 +209,7 @@ class FlatParam:
         gather_ranks: the ranks of its all-gathers in a step: `ranks`, or the shard group if state is cut over replicas.
         reduce_ranks: the ranks of its reductions in a step: `gather_ranks`, or `ranks` if these add in rank order.
         gather: its all-gather of all elements. Its shard is `main`, with ``offload`` this rank's range of `gathered`.
-            If state is cut over replicas it goes between these, and its slot is `sent_shard`.
+            If state is cut over replicas, it is an all-gather over replicas into `sent_shard`.
         unit_gathers: its all-gathers in a step, over `gather_ranks`.
         sent_shard: [R * shard_numel] wire_dtype, what this rank sends in the shard group if state is cut over R
             replicas; empty otherwise.
@@ -287,7 +287,7 @@ class FlatParam:
         self.weights = self.gathered = slot.buffer.narrow(0, *self._plan.weights).view(self.kind.compute_dtype)
 
     def _make_gathers(self) -> None:
-        """All-gathers into `gathered`; see `gather` and `gathers`."""
+        """Make `gather` and `unit_gathers`. Called again when the unit goes over to another slot."""
         is_cast, own = self.kind.main_dtype is not self.kind.wire_dtype and not self.is_on_host, self._own_part
         if not self.is_outer:
             shard = own if self.is_on_host else self.main

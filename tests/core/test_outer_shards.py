@@ -303,8 +303,12 @@ def test_a_model_that_cannot_be_cut_over_replicas_is_refused(context: RankContex
     world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
     cut = Stack()
     parallelize_module(cut, world["tp"], {"layers.*.linear": ColwiseParallel(output_layouts=Replicate())})
-    with pytest.raises(ConfigError, match="the model has DTensors: leave it away, or give a 1-D mesh"):
-        StreamShard(cut, mesh=world["replicate", "shard"], shard_over_replicas=True)
-    stack_step(StreamShard(cut, mesh=world["replicate"]), Call(0, context.rank // 2, 2, 1.0))
+    in_order: dict[str, Any] = {"precision": Precision(sums_in_rank_order=True)}
+    for name, settings in (("shard_over_replicas", {"shard_over_replicas": True}), ("sums_in_rank_order", in_order)):
+        with pytest.raises(
+            ConfigError, match=f"{name}=True.* the model has DTensors: leave it away, or give a 1-D mesh"
+        ):
+            StreamShard(cut, mesh=world["replicate", "shard"], **settings)
+    stack_step(StreamShard(cut, mesh=world["replicate"], **in_order), Call(0, context.rank // 2, 2, 1.0))
     with simulated_device(), pytest.raises(ConfigError, match="offload=.state. on a 2-D mesh"):
         StreamShard(Stack(), offload="state", **outer(2, 2))
