@@ -101,7 +101,7 @@ def want_positive(numbers: Mapping[str, float | None]) -> None:
             raise ConfigError(f"{name}={number}: wanted a positive number")
 
 
-_PACKAGE = os.path.dirname(__file__)
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 def warn_user(message: str) -> None:

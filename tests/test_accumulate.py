@@ -138,11 +138,14 @@ def _conditioned(model: Any, x: Tensor) -> Tensor:
 
 def _attributed(model: Any, x: Tensor) -> Tensor:
     """The forward puts a mask and a list of outputs into attributes, which it reads behind the layers."""
-    model.mask, model.outputs = x.mean(1, keepdim=True).sign(), []
+    if not hasattr(model, "mask"):
+        model.mask = x.mean(1, keepdim=True).sign()
+    model.outputs = []
     for layer in model.layers:
         x = layer(x)
         model.outputs.append(x.float().square().mean())
     out: Tensor = model.head(x) * model.mask + sum(model.outputs)
+    del model.mask
     return out
 
 

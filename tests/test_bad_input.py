@@ -21,7 +21,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard import Precision, StreamShard, build, load_checkpoint, save_checkpoint
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, UnitError, log
+from streamshard.errors import (
+    ConfigError,
+    RankMismatchError,
+    ShardingError,
+    StreamShardError,
+    UnitError,
+    log,
+    warn_user,
+)
 from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
@@ -315,3 +323,11 @@ def test_without_a_process_group_and_a_launcher_the_error_says_how_to_start(tmp_
     last = output.strip().splitlines()[-1]
     assert "streamshard.errors." in last
     assert "torchrun" in last
+
+
+def test_a_script_whose_name_begins_like_the_package_counts_as_the_users() -> None:
+    """Warnings point at its line, in a clone with the script beside the package."""
+    script = f"{Path(build.__file__).parent}_train.py"
+    with pytest.warns(UserWarning, match="^words$") as caught:
+        exec(compile("warn_user('words')", script, "exec"), {"warn_user": warn_user})
+    assert caught[0].filename == script

@@ -80,6 +80,7 @@ def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
 
 _KINDS = (torch.Tensor, list, dict, tuple, type(None))
 _OWN = frozenset(vars(nn.Module()))  # attributes of any module, such as ``_parameters``
+_DELETED = object()  # the value of an attribute that a forward has deleted
 
 Values = dict[tuple[int, str], Any]  # by the number of a mapping, and the key in it
 
@@ -113,11 +114,19 @@ class Attributes:
         }
 
     def enter(self, own: Values) -> None:
-        """Set the attributes that a forward has set before, `own`. Others that existed get their first values."""
-        changed = {place: self._before[place] for place in self.leave() if place in self._before}
-        for (number, key), value in {**changed, **own}.items():
-            self._mappings[number][key] = value
+        """Set the attributes that a forward has set before, `own`. All others are as before the step."""
+        as_before = {place: self._before.get(place, _DELETED) for place in self.leave()}
+        for (number, key), value in {**as_before, **own}.items():
+            if value is _DELETED:
+                self._mappings[number].pop(key, None)
+            else:
+                self._mappings[number][key] = value
 
     def leave(self) -> Values:
-        """The attributes that the forward has set so far."""
-        return {place: value for place, value in self._values().items() if self._before.get(place, self) is not value}
+        """The attributes that the forward has set or deleted so far."""
+        now = self._values()
+        deleted = [(number, key) for number, key in self._before if key not in self._mappings[number]]
+        return {
+            **{place: value for place, value in now.items() if self._before.get(place, _DELETED) is not value},
+            **dict.fromkeys(deleted, _DELETED),
+        }
