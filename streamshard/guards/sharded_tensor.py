@@ -96,6 +96,8 @@ class ShardedTensor(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch allows contents
         """The values on this rank, and the description of the piece."""
+        if self.why_unusable:
+            return f"({self.piece.what} {self.why_unusable})"
         self.piece.settle()
         with AsTensors():
             values = repr(self.as_subclass(torch.Tensor))
@@ -103,6 +105,7 @@ class ShardedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> ShardedTensor:
         """A piece of the same elements. People copy averages of weights and optimizer state."""
+        self.refuse_unusable("copy.deepcopy")
         self.piece.settle()
         with AsTensors():
             copied = self.as_subclass(torch.Tensor).detach().clone().requires_grad_(self.requires_grad)
@@ -111,6 +114,7 @@ class ShardedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """One rank's tensor is full, and is saved as a tensor. A piece raises."""
+        self.refuse_unusable("torch.save")
         self.piece.settle()
         if self.piece.is_whole:
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
@@ -374,8 +378,11 @@ def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     if any(value is not None and value is not False for value in others):
         refuse(func, tensor)
     if name in ("sum", "mean"):
-        total = global_sum(tensor.piece.counted(local.sum(dtype=kwargs.get("dtype"))), ranks)
-        return total if name == "sum" else total / tensor.piece.full.numel()
+        dtype = kwargs.get("dtype") or local.dtype
+        wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else kwargs.get("dtype")
+        total = global_sum(tensor.piece.counted(local.sum(dtype=wide)), ranks)
+        total = total if name == "sum" else total / tensor.piece.full.numel()
+        return total if wide is None else total.to(dtype)  # rounded once, and a mean in fp16 does not overflow
     if local.requires_grad and torch.is_grad_enabled() and not is_logical:
         refuse(func, tensor)
     values = (local != 0 if is_logical else local.detach()).to(torch.promote_types(local.dtype, torch.float32))

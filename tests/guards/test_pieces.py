@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +59,7 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda g: g.sum(),
     "sum of squares": lambda g: g.pow(2).sum(),
     "mean": lambda g: g.abs().mean(),
+    "mean in fp16": lambda g: (g.half() * 0 + 1000).mean(),  # the sum would overflow
     "max": lambda g: g.max(),
     "largest": lambda g: g.abs().amax(),
     "min": lambda g: torch.min(g),
@@ -173,6 +176,7 @@ def test_a_gradient_kept_over_zero_grad_raises_after_the_next_backward(context: 
     assert torch.equal(weight.grad, 2.0 * copied)
     uses: list[Callable[[], object]] = [lambda view=view: view.add_(1.0) for view in views]  # type: ignore[misc]
     uses += [lambda: kept + 1.0, lambda: weight.grad - kept, lambda: weight.grad.copy_(kept), kept.norm]
+    uses += [lambda: copy.deepcopy(kept), lambda: torch.save(kept, io.BytesIO())]
     for use in uses:
         with pytest.raises(ShardingError, match=r"'layers\.1\.linear\.weight' was kept from an earlier backw.*clone"):
             use()
