@@ -5,22 +5,25 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from streamshard.tools.spans import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, LOOKS, Trace, lanes_of
+from streamshard.tools.spans import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Trace, lanes_of
 
-_COLORS = {  # by activity
-    "cast": "#c7b95a",
-    "forward": "#74a9cf",
-    "loss": "#a6cfe0",
-    "backward": "#2b6ca8",
-    "optimizer": "#b5a8d5",
-    FOR_WEIGHTS: "#d62728",
-    FOR_GRADS: "#ff9f1c",
-    FOR_OWNERS: "#8c564b",
-    "all_gather": "#3a9d5d",
-    "reduce_scatter": "#7f4fa3",
-    "all_reduce": "#b07cc6",
-    "flags": "#999999",
-    "all_to_all": "#a0785a",
+_LOOKS = {  # by activity: color and words
+    "cast": ("#c7b95a", "casts weights"),
+    "forward": ("#74a9cf", "computes forward"),
+    "loss": ("#a6cfe0", "computes the loss"),
+    "backward": ("#2b6ca8", "computes backward"),
+    "optimizer": ("#b5a8d5", "optimizer"),
+    FOR_WEIGHTS: ("#d62728", "waits for weights"),
+    FOR_GRADS: ("#ff9f1c", "waits for gradients"),
+    FOR_OWNERS: ("#8c564b", "waits for whole parameters"),
+    "all_gather": ("#3a9d5d", "all-gather"),
+    "reduce_scatter": ("#7f4fa3", "reduction"),
+    "all_reduce": ("#b07cc6", "average over replicas"),
+    "flags": ("#999999", "which gradients exist"),
+    "all_to_all": ("#a0785a", "exchange of whole parameters"),
+    "copy": ("#bcbd22", "copies between host and device"),
+    "step": ("#9467bd", "optimizer, a chunk"),
+    "norms": ("#7f7f7f", "norms"),
 }
 _WIDTH_IN, _LETTER_IN = 15.0, 0.11
 _SPANS_WITH_EDGES = 200  # of a lane with more, white edges would hide the spans
@@ -45,14 +48,14 @@ def draw(trace: Trace, path: str | os.PathLike[str]) -> None:
             [(span.stop_us - span.start_us) / 1e3 for span in lane],
         )
         edges: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.6 if len(lane) < _SPANS_WITH_EDGES else 0.0}
-        colors = [_COLORS[span.activity] for span in lane]
+        colors = [_LOOKS[span.activity][0] for span in lane]
         axes.barh([height] * len(lane), lengths, left=starts, color=colors, **edges)
         for span, start, length in zip(lane, starts, lengths, strict=True):
             label = trace.units[span.unit].rpartition(".")[2] if span.unit else ""
             if len(label) * _LETTER_IN < length * 1e3 / trace.total_us * _WIDTH_IN:
                 axes.text(start + length / 2, height, label, ha="center", va="center", fontsize=8, color="white")
     activities = dict.fromkeys(span.activity for span in trace.spans)
-    patches = [Patch(color=_COLORS[each], label=LOOKS[each].words) for each in activities]
+    patches = [Patch(color=color, label=words) for color, words in map(_LOOKS.__getitem__, activities)]
     figure.legend(handles=patches, loc="outside lower center", ncols=5, frameon=False)
     figure.savefig(path)
 

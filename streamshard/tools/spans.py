@@ -22,7 +22,7 @@ class Span(NamedTuple):
     Attributes:
         stream: the stream.
         activity: "cast" (in host memory), "forward", "loss", "backward", "optimizer", a wait (`FOR_WEIGHTS`,
-            `FOR_GRADS`, `FOR_OWNERS`), a collective ("all_gather", ..), or "flags" (which parameters have gradients).
+            `FOR_GRADS`, `FOR_OWNERS`), the value of a `Collective`, or "flags" (which parameters have gradients).
         unit: index of the unit; None if the activity belongs to no unit.
         start_us, stop_us: microseconds since the trace began; stamps (see `_Recorder`) while the trace is recorded.
     """
@@ -79,9 +79,7 @@ class Trace:
         - ``host_s``, on accelerators only: the host is inside forwards, backwards and optimizer steps. If ``host_s`` is
           about ``step_s``, the device waits for the host.
         """
-        own, steps = defaultdict[str, float](float), self.steps
-        for (activity, _), own_us in self.own_us().items():
-            own[activity] += own_us
+        own, steps = self._own_us(), self.steps
         found = {
             "step_s": self.total_us,
             "compute_s": own["cast"] + own["forward"] + own["loss"] + own["backward"],
@@ -126,18 +124,18 @@ class Trace:
         traces = self.ranks.gather_objects("collect traces", self)
         run_on_first(self.ranks, "write a trace", write, at=file)
 
-    def own_us(self) -> dict[tuple[str, int | None], float]:
-        """By activity of the compute stream, and unit: microseconds, without those of activities inside it."""
-        own: dict[tuple[str, int | None], float] = defaultdict(float)
+    def _own_us(self) -> dict[str, float]:
+        """By activity of the compute stream: microseconds, without those of activities inside it."""
+        own: dict[str, float] = defaultdict(float)
         around: list[Span] = []
         for span in self.spans:
             if span.stream is StreamName.COMPUTE:
                 while around and around[-1].stop_us <= span.start_us:
                     around.pop()
                 length_us = span.stop_us - span.start_us
-                own[span[1:3]] += length_us
+                own[span.activity] += length_us
                 if around:
-                    own[around[-1][1:3]] -= length_us
+                    own[around[-1].activity] -= length_us
                 around.append(span)
         return own
 
@@ -145,35 +143,12 @@ class Trace:
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 
-class Look(NamedTuple):
-    """How an activity is shown: in which row, and in words."""
-
-    row: str
-    words: str
-
-
-LOOKS = {
-    "cast": Look("compute", "casts weights"),
-    "forward": Look("compute", "computes forward"),
-    "loss": Look("compute", "computes the loss"),
-    "backward": Look("compute", "computes backward"),
-    "optimizer": Look("compute", "optimizer"),
-    FOR_WEIGHTS: Look("compute", "waits for weights"),
-    FOR_GRADS: Look("compute", "waits for gradients"),
-    FOR_OWNERS: Look("compute", "waits for whole parameters"),
-    "all_gather": Look("all-gather", "all-gather"),
-    "reduce_scatter": Look("reduction", "reduction"),
-    "all_reduce": Look("reduction", "average over replicas"),
-    "flags": Look("reduction", "which gradients exist"),
-    "all_to_all": Look("all-to-all", "exchange of whole parameters"),
-}
-
-
 def lanes_of(trace: Trace) -> list[tuple[str, list[Span]]]:
     """The rows, each once for every lane. Collectives of a lane do not overlap."""
-    rows: dict[str, list[list[Span]]] = {look.row: [] for look in LOOKS.values()}
+    rows: dict[str, list[list[Span]]] = {"compute": []}
     for span in trace.spans:
-        lanes, nests = rows[LOOKS[span.activity].row], span.stream is StreamName.COMPUTE
+        nests = span.stream is StreamName.COMPUTE
+        lanes = rows.setdefault("compute" if nests else span.activity, [])
         lane = next((each for each in lanes if nests or each[-1].stop_us <= span.start_us), None)
         if lane is None:
             lanes.append(lane := [])
@@ -188,6 +163,6 @@ def _events_of(trace: Trace, rank: int) -> Iterator[dict[str, Any]]:
         place = {"pid": rank, "tid": number}
         yield {"ph": "M", **place, "name": "thread_name", "args": {"name": row}}
         for span in lane:
-            words, unit = LOOKS[span.activity].words, "" if span.unit is None else f" {trace.units[span.unit]}"
+            unit = "" if span.unit is None else f" {trace.units[span.unit]}"
             times = {"ts": span.start_us, "dur": span.stop_us - span.start_us}
-            yield {"ph": "X", **place, "name": f"{words}{unit}", **times}
+            yield {"ph": "X", **place, "name": f"{span.activity}{unit}", **times}

@@ -18,7 +18,7 @@ from streamshard import trace as record
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
 from streamshard.errors import ShardingError
-from streamshard.tools.spans import LOOKS, Span, Trace
+from streamshard.tools.spans import Span, Trace
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -119,10 +119,29 @@ def test_a_saved_trace_shows_all_ranks_in_chromes_format(context: RankContext, t
     assert [event for event in both if event["ph"] == "X" and event["pid"] == context.rank] == [
         {**event, "pid": context.rank} for event in spans
     ]
-    assert Counter(threads[event["tid"]] for event in spans) == Counter(LOOKS[s.activity].row for s in found.spans)
-    (backward,) = (event for event in spans if event["name"] == "computes backward blocks.0")
+    rows = Counter("compute" if s.stream is StreamName.COMPUTE else s.activity for s in found.spans)
+    assert Counter(threads[event["tid"]] for event in spans) == rows
+    (backward,) = (event for event in spans if event["name"] == "backward blocks.0")
     (span,) = (span for span in found.spans if (span.activity, span.unit) == ("backward", 1))
     assert (backward["ts"], backward["dur"]) == (span.start_us, span.stop_us - span.start_us)
+
+
+@on_ranks(1)
+def test_a_saved_trace_shows_what_state_in_host_memory_needs(context: RankContext, tmp_path: Path) -> None:
+    """Copies, the late step's chunks, and norms have rows of their own."""
+    with simulated_device():
+        model: Any = StreamShard(Stack((DIM,) * 4), precision=BF16, offload="state")
+        optimizer = adamw(model)
+        with record(model) as found:
+            for number in range(2):
+                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.save(tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    rows = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert rows == {"compute", "copy", "step", "norms"}
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
