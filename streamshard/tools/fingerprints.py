@@ -71,6 +71,7 @@ class _Writer:
     def before_step(self, optimizer: Any, *given: Any) -> None:
         """An optimizer is about to step: gradients are final."""
         for param in self._stepped(optimizer):
+            param.piece.settle()
             has_grad = param.sharded.grad is not None
             self._grads[param] = self._own(param, grad_of(param.sharded)) if has_grad else None
 

@@ -15,6 +15,7 @@ from streamshard.tools.fingerprints import compare
 from tests.models import TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import adamw, next_token_loss, sharded_model
+from tests.simulated import simulated_device
 
 STEPS = 3
 
@@ -34,8 +35,8 @@ FAULTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
 }
 
 
-def _run(context: RankContext, path: str, fault: str = "", *, tokens_of: int = 0) -> None:
-    model: Any = sharded_model(lambda: TinyLM(TinyConfig(dim=20)))
+def _run(context: RankContext, path: str, fault: str = "", *, tokens_of: int = 0, **given: Any) -> None:
+    model: Any = sharded_model(lambda: TinyLM(TinyConfig(dim=20)), **given)
     model.set_gradient_divide_factor(1.0)
     optimizer = adamw(model)
     with fingerprints(model, path) as note:
@@ -45,6 +46,7 @@ def _run(context: RankContext, path: str, fault: str = "", *, tokens_of: int = 0
                 loss = next_token_loss(model(tokens), tokens) / 6
                 note(loss)
                 loss.backward()
+            model.clip_grad_norm_(0.01)
             if fault and step == 1:
                 FAULTS[fault][0](model, optimizer)
             optimizer.step()
@@ -74,6 +76,16 @@ def test_the_first_difference_is_named(ranks: Any, tmp_path: Path, capsys: Any) 
     ranks(1).run(_run, wrong, tokens_of=100)
     assert main(["compare", right, wrong]) == 1
     assert "step 2 differs first: losses. All before is equal" in capsys.readouterr().err
+
+
+@on_ranks(2)
+def test_gradients_in_host_memory_have_the_digests_of_those_on_the_device(context: RankContext, tmp_path: Path) -> None:
+    """Also if they are clipped: the factor is applied before they are read."""
+    with simulated_device():
+        for place in (None, "state"):
+            _run(context, str(tmp_path / str(place)), offload=place, weight_slots=2)
+    if context.rank == 0:
+        assert compare(tmp_path / "None", tmp_path / "state") == "equal: 3 steps, 53 parameters"
 
 
 @on_ranks(2)
