@@ -29,8 +29,8 @@ from streamshard.errors import ConfigError, StreamShardError
 from streamshard.guards.sharded_parameter import data_of, grad_of
 from streamshard.torch_private import AsTensors
 
-_FORMAT = 2
-_KINDS = ("gradients", "weights", "state")
+_FORMAT = 3
+_KINDS = ("gradients", "weights")
 _CHUNK = 1 << 20  # elements, which take 8 bytes each on the way
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64
@@ -85,7 +85,6 @@ class _Writer:
             if (grad := self._grads.pop(param, None)) is not None:
                 found[param, "gradients"] = grad
             found[param, "weights"] = self._own(param, data_of(param.sharded))
-            found[param, "state"] = self._state_of(param, optimizer.state.get(param.sharded, {}))
         digests = torch.stack([*self._losses, *found.values()])
         self._engine.ranks.all_reduce(digests)
         self._losses.zero_()
@@ -102,19 +101,6 @@ class _Writer:
             own = _digest(values.as_subclass(torch.Tensor).to(self._engine.streams.device), param.local.start)
         return own if param.piece.counts else own.zero_()
 
-    def _state_of(self, param: Param, state: Mapping[str, Any]) -> torch.Tensor:
-        """Of elementwise state: pieces like the parameter's, and numbers, which the rank of the first element adds."""
-        adds_numbers = param.piece.counts and param.local.numel > 0 and param.local.start == 0
-        total = torch.zeros((), dtype=torch.int64, device=self._engine.streams.device)
-        for place, (_, value) in enumerate(sorted(state.items()) if param.layout.shape else ()):
-            own = total.new_zeros(())
-            if isinstance(value, torch.Tensor) and value.ndim and data_of(value).numel() == param.local.numel:
-                own = self._own(param, value)
-            elif isinstance(value, int | float) or isinstance(value, torch.Tensor) and not value.ndim:
-                own = _digest(torch.as_tensor(value).double(), 0).to(total.device) * adds_numbers
-            total += own * (2 * place + 1)
-        return total
-
     def _write(self, digests: Mapping[tuple[Param, str], str], losses: str) -> None:
         if self._file is None:
             return
@@ -127,10 +113,10 @@ class _Writer:
 
 @contextlib.contextmanager
 def fingerprints(model: nn.Module, path: str | Path) -> Iterator[Callable[[torch.Tensor], None]]:
-    """Write digests of gradients, weights and optimizer state at each optimizer step inside. Collective.
+    """Write digests of gradients and weights at each optimizer step inside. Collective.
 
     Runs of the same numbers write the same digests, on any number of ranks. ``streamshard compare A B`` says where two
-    files begin to differ. A step takes longer, by about the time of reading all state once.
+    files begin to differ. A step takes longer, by about the time of reading both once.
 
     Args:
         model: made by `StreamShard`.
@@ -172,7 +158,7 @@ def compare(first: Path, second: Path) -> str:
 
     Raises:
         StreamShardError: they differ; names the first step, and what differs in it: losses before gradients, gradients
-            before weights, weights before optimizer state.
+            before weights. If weights differ behind equal gradients, the optimizers' options or states did.
     """
     one, other = _digests_in(first), _digests_in(second)
     for step in sorted(one.keys() & other.keys()):

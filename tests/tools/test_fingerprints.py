@@ -96,13 +96,13 @@ def test_a_file_that_cannot_be_written_raises_on_all_ranks(context: RankContext)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    for text in ("", "[]", '{"a": 1}', '{"streamshard fingerprints": 2}\n[]'):
+    for text in ("", "[]", '{"a": 1}', '{"streamshard fingerprints": 3}\n[]'):
         (tmp_path / "a").write_text(f"{text}\n" * bool(text))
         with pytest.raises(StreamShardError, match="no file of fingerprints"):
             compare(tmp_path / "a", tmp_path / "a")
-    (tmp_path / "a").write_text('{"streamshard fingerprints": 1}\n')
+    (tmp_path / "a").write_text('{"streamshard fingerprints": 2}\n')
     with pytest.raises(StreamShardError, match="of another version"):
         compare(tmp_path / "a", tmp_path / "a")
-    (tmp_path / "a").write_text('{"streamshard fingerprints": 2}\n')
+    (tmp_path / "a").write_text('{"streamshard fingerprints": 3}\n')
     with pytest.raises(StreamShardError, match="no step in common"):
         compare(tmp_path / "a", tmp_path / "a")
