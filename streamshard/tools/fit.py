@@ -1,4 +1,4 @@
-"""Choices of slots with their bytes: which of them fit a budget, which one to take, and what else would fit.
+"""Choices of slots with their bytes: which of them fit a budget, and which one to take.
 
 Pure functions: `streamshard.tools.plan` counts the bytes.
 """
@@ -22,7 +22,6 @@ _CONTEXT_BYTES = 2**30
 _COMMUNICATOR_BYTES = 2**29
 _MOST_RANKS = 2**16
 NO_TOKENS = "give batch and seq"
-_WAYS = "more ranks, 8-bit Adam or state in host memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +104,12 @@ class Fit:
         fitting: names of the stages that fit.
         checkpointed: those of them that need activation checkpointing.
         choice: of those that fit, the one that sends least; stages without checkpointing go first. None: nothing fits.
-        ways: if nothing fits, single changes with which the smallest stage does.
     """
 
     room: Room
     fitting: Sequence[str]
     checkpointed: Sequence[str]
     choice: str | None
-    ways: Sequence[str] = ()
 
     def lines(self, size: Callable[[int], str]) -> Iterator[str]:
         """In words."""
@@ -124,8 +121,8 @@ class Fit:
                 what += f", {size(_COMMUNICATOR_BYTES)} for each of {room.communicators - 1} more"
         yield f"of {size(room.budget_bytes)} per rank, {size(room.margin_bytes)} stay free{what}"
         if self.choice is None:
-            yield "nothing fits" + (", but this does:" if self.ways else f", nor does it with {_WAYS}, each alone")
-            yield from (f"  {way}" for way in self.ways)
+            yield "nothing fits. Without a number of ranks a plan finds the fewest that fit, if any do"
+            yield "offload and an 8-bit Adam make room too"
             return
         plain = [name for name in self.fitting if name not in self.checkpointed]
         if plain:
@@ -166,12 +163,12 @@ def most_slots(streamed: int, stages: Sequence[Stage], total_bytes: Callable[[in
     return 2 + bisect.bisect_right(range(3, streamed + 1), left, key=total_bytes)
 
 
-def fewest_ranks(world_size: int, fits: Callable[[int], bool]) -> int | None:
-    """The smallest number of more than `world_size` ranks for which `fits` holds; None if there is none."""
-    low = high = world_size
+def fewest_ranks(fits: Callable[[int], bool]) -> int | None:
+    """The smallest number of ranks for which `fits` holds; None if there is none."""
+    low, high = 0, 1
     with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
-        while high < _MOST_RANKS:
-            low, high = high, 2 * high
+        while high <= _MOST_RANKS:
             if fits(high):
                 return low + 1 + bisect.bisect_left(range(low + 1, high), True, key=fits)
+            low, high = high, 2 * high
     return None

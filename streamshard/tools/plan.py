@@ -239,7 +239,7 @@ def _on_fewest_ranks(planner: Planner, room: Room) -> Planner:
     def fits(count: int) -> bool:
         return room.fits(min(stage.total_bytes for stage in planner.on_ranks(count * size).stages()))
 
-    count = 1 if fits(1) else fewest_ranks(1, fits)
+    count = fewest_ranks(fits)
     return planner if count is None else planner.on_ranks(count * size)
 
 
@@ -254,9 +254,6 @@ def _plan(
     if weight_slots is not None and weight_slots != 2:
         stages.insert(1, planner.stage(f"{weight_slots} slots", weight_slots))
     fit = None if room is None else choose(stages, room)
-    if room is not None and fit is not None and fit.choice is None:
-        smallest = min(stages, key=lambda stage: stage.total_bytes)
-        fit = dataclasses.replace(fit, ways=planner.ways(smallest, room))
     found, name = planner.units(), type(planner.model).__name__
     numel = sum(unit.count * unit.numel for unit in found)
     return Plan(name, numel, *planner.ranks, found, stages, *activations, fit, None, planner.accumulate)

@@ -33,7 +33,7 @@ from streamshard.layer_major.sums import Sums
 from streamshard.planning.discovery import FoundUnit, ResidentArgument, UnitsArgument
 from streamshard.planning.structure import list_of, modules_inside
 from streamshard.tools.activations import Activations, Build, estimate_activations
-from streamshard.tools.fit import Room, Stage, fewest_ranks
+from streamshard.tools.fit import Stage
 from streamshard.tools.host_time import Exchanged, HostBytes, Load, Step, StepTime, predict
 from streamshard.tools.memory import report_memory
 from streamshard.torch_private import fake_ranks
@@ -41,7 +41,6 @@ from streamshard.torch_private import fake_ranks
 BuildOnMesh = Callable[[DeviceMesh], nn.Module]
 """A function that makes a model with DTensors on the mesh."""
 
-_CHECKPOINTED = ", layers checkpointed"
 _numbers = itertools.count(1)  # of plans
 
 
@@ -125,23 +124,6 @@ class Planner(NamedTuple):
             stages += self.stage("ZeRO-2", "all"), self.stage("ZeRO-1", "all", "all")
         return stages
 
-    def ways(self, smallest: Stage, room: Room) -> list[str]:
-        """The smallest number of ranks on which ZeRO-3 fits, and changes with which `smallest` does."""
-        ranks, size = self.ranks, max(self.ranks.tp, self.ranks.ep)
-
-        def on_ranks(count: int) -> int:
-            return self.on_ranks(count * size).stage("", 2).total_bytes
-
-        ways = list[tuple[str, int]]()  # and bytes of the engine and the optimizer
-        count = fewest_ranks(ranks.world_size // size, lambda count: room.fits(on_ranks(count)))
-        if count is not None:
-            ways.append((f"on {count * size} ranks", on_ranks(count)))
-        ways.append(("with 8-bit Adam", smallest.total_bytes - smallest.memory.adam_bytes * 3 // 4))
-        if offloaded := self.offloaded():
-            host = f"{offloaded.host_total_bytes / 2**30:.2f} GiB of host memory per rank"
-            ways.append((f"with --offload state, which takes {host}", offloaded.total_bytes))
-        return [way + _CHECKPOINTED * room.needs_checkpointing(total) for way, total in ways if room.fits(total)]
-
     def times(self, step: Step, tokens: tuple[int, int], stage: Stage) -> list[StepTime]:
         """The time of a step with micro-batches of such `tokens`: of a loop and, if it differs, by accumulation.
 
@@ -164,11 +146,6 @@ class Planner(NamedTuple):
         """The planner of another number of ranks."""
         return self._replace(ranks=self.ranks._replace(world_size=world_size))
 
-    def offloaded(self) -> Stage | None:
-        """ZeRO-3 with state in host memory; None: it lies there already, or cannot."""
-        can = self.checked.settings.offload is None and self.ranks.on_gpus and self.ranks.ep * self.ranks.replicas == 1
-        return self.stage("ZeRO-3", 2, offload="state") if can else None
-
     def engine(self, **settings: Any) -> Engine:
         """The engine of rank 0, with some other settings."""
         ranks, changed = self.ranks, dataclasses.replace(self.checked.settings, **settings)
@@ -177,9 +154,9 @@ class Planner(NamedTuple):
         replicas = PlannedRanks(ranks.replicas, ranks.transport) if ranks.replicas > 1 else None
         return plan_engine(self.checked._replace(settings=changed), others, experts, replicas)
 
-    def stage(self, name: str, weights: SlotCount, grads: GradSlots = None, **settings: Any) -> Stage:
-        """Memory and communication with so many slots, and some other settings."""
-        engine = self.engine(weight_slots=weights, grad_slots=grads, **settings)
+    def stage(self, name: str, weights: SlotCount, grads: GradSlots = None) -> Stage:
+        """Memory and communication with so many slots."""
+        engine = self.engine(weight_slots=weights, grad_slots=grads)
         exchanged = loop = _exchanged_of(engine)
         if self.is_layer_major:
             for flat in (flat for unit in engine.units for flat in unit.trained if flat.is_main_in_slot):

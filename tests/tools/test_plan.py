@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import json
 import sys
 from collections import Counter
@@ -377,29 +377,22 @@ def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
     assert part.memory.adam_bytes + part.memory.host_adam_bytes == whole.memory.host_adam_bytes
 
 
-def test_a_budget_that_is_too_small_says_what_would_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The smallest number of ranks, of more than one rank too; or that nothing helps. The exit code is 1."""
-    config = str(_config(tmp_path))
-    host = "with --offload state, which takes {} GiB of host memory per rank"
-    for ranks, budget, wanted in (
-        (8, "17GiB", ["  on 9 ranks", "  with 8-bit Adam", "  " + host.format("16.83")]),
-        (1, "40GiB", ["  on 4 ranks", "  " + host.format("134.62")]),
-        (8, "2GiB", []),
-    ):
-        assert main(["plan", config, "--ranks", str(ranks), "--budget", budget]) == 1
-        said = capsys.readouterr()
-        first, *ways = itertools.dropwhile(lambda line: not line.startswith("nothing fits"), said.out.splitlines())
-        assert ways == wanted
-        assert first == "nothing fits, but this does:" if ways else "nor does it with more ranks, 8-bit" in first
-        assert said.err == "streamshard plan: nothing fits the budget\n"
-        for fewer in (0, 1) if wanted else ():
-            count = int(wanted[0].split()[1]) - fewer
-            fit = plan(builder_of(config), count, budget=budget).fit
-            assert fit is not None and (fit.choice is None) == bool(fewer)
+def test_a_budget_that_is_too_small_says_how_to_find_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """The exit code is 1. The fewest ranks that fit are found up to the most that can sum in 16 bits."""
+    build = functools.partial(TinyLM, TinyConfig(vocabulary=4096, dim=256, depth=6))
+    given: dict[str, Any] = {"precision": Precision(reduce_dtype=torch.bfloat16)}
+    needed = plan(build, 200, **given).stages[0].total_bytes
+    given["budget"] = (needed + 2**30) * 20 // 19 + 40
+    assert 192 < plan(build, **given).world_size <= 200
+    assert "nothing fits. Without a number of ranks" in str(plan(build, 6, **given))
+    assert main(["plan", "tests.models:TinyLM", "--ranks", "6", "--budget", "1GiB"]) == 1
+    said = capsys.readouterr()
+    assert "nothing fits. Without a number of ranks" in said.out
+    assert said.err == "streamshard plan: nothing fits the budget\n"
 
 
 def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """docs/guide/commands.md: with its activations, for a budget that suffices and for one that does not."""
+    """docs/guide/commands.md: with its activations, for 8 ranks and for the fewest."""
     guide = (ROOT / "docs/guide/commands.md").read_text()
     command = ["plan", str(_config(tmp_path)), "--batch", "1", "--seq", "8192", "--budget"]
     found = list[Activations]()
@@ -409,13 +402,9 @@ def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pyt
         found[:] = found or [estimate_activations(*args, **kwargs)]
         return found[0]
 
-    for options, code, begin in (
-        ("80GiB --ranks 8", 0, "activations, GiB"),
-        ("36G --ranks 8", 1, "of 33.53 GiB per rank"),
-        ("80G", 0, "fits with"),
-    ):
+    for options, begin in (("80GiB --ranks 8", "activations, GiB"), ("80G", "fits with")):
         with mock.patch("streamshard.tools.planner.estimate_activations", estimate):
-            assert main([*command, *options.split()]) == code
+            assert main([*command, *options.split()]) == 0
         said = capsys.readouterr().out
         assert said[said.index(begin) :] in guide and said[: said.index("\n")] in guide
 
