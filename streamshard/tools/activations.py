@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from streamshard.planning.discovery import FoundUnit
 from streamshard.planning.structure import list_of, modules_inside, modules_of, params_of, replacing
 from streamshard.torch_private import FakeTensorMode, TorchDispatchMode, is_traceable_wrapper_subclass, wait_tensor
 
-_T = TypeVar("_T")
 _fakes_log = logging.getLogger(FakeTensorMode.__module__)
 
 Build = Callable[[], nn.Module]
@@ -109,7 +108,7 @@ def estimate_activations(
     on_gpus: bool,
     build: Build | None = None,
 ) -> Activations:
-    """Run a forward and a backward on copies of `model` without memory. For inputs, see `run_without_memory`.
+    """Run a forward and a backward on copies of `model` without memory. For inputs, see `_run_without_memory`.
 
     A model that returns no ``loss`` gets the cross entropy of its outputs, in fp32.
 
@@ -135,7 +134,7 @@ def estimate_activations(
     ]
 
     attention = _FusedAttention if on_gpus else contextlib.nullcontext
-    make, runs = partial(copy_without_memory, model, dtype), 1
+    make, runs = partial(_copy_without_memory, model, dtype), 1
     if any(isinstance(param, DTensor) for param in params_of(model).values()):
         if build is None:
             raise ConfigError("a model with DTensors cannot be copied: give a function that builds it")
@@ -146,7 +145,7 @@ def estimate_activations(
         with attention():
             return [_peak(make(), own, dtype, inputs, checkpointed, attention, micro_batches) for _ in range(runs)][-1]
 
-    return run_without_memory(model, batch, seq, lambda inputs: Activations(peak(inputs, []), peak(inputs, layers)))
+    return _run_without_memory(model, batch, seq, lambda inputs: Activations(peak(inputs, []), peak(inputs, layers)))
 
 
 def _peak(
@@ -252,7 +251,7 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[Arguments], _T]) -> _T:
+def _run_without_memory(model: nn.Module, batch: int, seq: int, run: Callable[[Arguments], Activations]) -> Activations:
     """Call ``run(inputs)`` where tensors have no memory, with the first inputs for which it succeeds.
 
     Inputs are tokens [batch, seq], as ``input_ids`` and ``labels`` or as the only argument, and images of the config's
@@ -293,8 +292,8 @@ def _inputs_of(model: nn.Module, batch: int, seq: int) -> Iterator[Arguments]:
             yield Arguments((), chosen)
 
 
-def copy_without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of `model` on fake tensors, with parameters of `dtype`. Call it in `run_without_memory`.
+def _copy_without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of `model` on fake tensors, with parameters of `dtype`. Call it in `_run_without_memory`.
 
     Args:
         model: on any device. Its tensors are not read.
@@ -310,7 +309,7 @@ def copy_without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Modul
 
 
 def _build_without_memory(build: Build, dtype: torch.dtype | None) -> nn.Module:
-    """A new model on fake tensors, with parameters of `dtype`. Call it in `run_without_memory`."""
+    """A new model on fake tensors, with parameters of `dtype`. Call it in `_run_without_memory`."""
     model = build()
     cast_params: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules_inside(model):

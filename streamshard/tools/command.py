@@ -55,16 +55,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"streamshard {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
 
-    of_model = argparse.ArgumentParser(add_help=False)
-    of_model.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
-    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
-        of_model.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, of MODEL's forward")
-    of_model.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes, times in milliseconds")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
+    common.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes, times in milliseconds")
 
     about = "how much memory and communication training a model takes; with --batch and --seq, its activations too"
-    plan = commands.add_parser("plan", help=about, parents=[of_model])
+    plan = commands.add_parser("plan", help=about, parents=[common])
     about = "a transformers config.json, its directory, or a function that builds a model: package.module:function"
     plan.add_argument("model", metavar="MODEL", help=about)
+    for name, what in (("batch", "sequences per rank"), ("seq", "tokens per sequence")):
+        plan.add_argument(f"--{name}", type=int, metavar=name[0].upper(), help=f"{what}, of MODEL's forward")
     about = "ranks that share the model; without it, the fewest that fit --budget"
     plan.add_argument("--ranks", type=int, metavar="N", help=about)
     about = "cut matrices over K of them: by transformers' own plan, or a function builds MODEL on the mesh it is given"
@@ -94,8 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
 
     about = "what slows this machine down; with a launcher, how fast its ranks communicate"
-    doctor = commands.add_parser("doctor", help=about, parents=[of_model])
-    doctor.add_argument("model", metavar="MODEL", nargs="?", help="measure one layer of it too; as for plan")
+    doctor = commands.add_parser("doctor", help=about, parents=[common])
     doctor.set_defaults(run=_doctor)
 
     _add_files(commands)
@@ -197,25 +196,11 @@ def _machine(arguments: argparse.Namespace) -> Machine | None:
 
 def _doctor(arguments: argparse.Namespace) -> None:
     from streamshard.config import parse_precision
-    from streamshard.tools.doctor import Finding, advise, examine
-    from streamshard.tools.model_source import builder_of
-    from streamshard.tools.plan import plan
+    from streamshard.tools.doctor import examine
 
-    precision = parse_precision(arguments.precision)
-    build = None if arguments.model is None else builder_of(arguments.model)
-    report = examine(build, precision, arguments.batch, arguments.seq)
+    report = examine(parse_precision(arguments.precision))
     if report is None:  # the first rank prints for all
         return
-    if build is not None and report.transport is not None:
-        batch, given = arguments.batch, {"precision": precision, "transport": report.transport, "seq": arguments.seq}
-        try:
-            planned = plan(build, report.world_size, budget=report.memory_bytes, batch=batch, **given)
-        except StreamShardError as error:
-            report.findings.append(Finding("problem", "StreamShard cannot shard this model", str(error)))
-        else:
-            fitting = planned.fit.fitting if planned.fit is not None else ()
-            slots = [stage.weight_slots for stage in planned.stages if stage.name in fitting]
-            report.findings += advise(report, precision, batch, slots[-1] if slots else None)
     if arguments.json:
         _print(report, as_json=True)
     else:

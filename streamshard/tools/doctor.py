@@ -1,18 +1,16 @@
-"""``streamshard doctor``: finds causes of slow training, measures the machine, and advises settings.
+"""``streamshard doctor``: finds causes of slow training, and measures the machine.
 
 One rank of each machine looks for settings that cost time and raise no error. If a launcher has started several ranks,
-they measure their collectives and, if a model is given, one layer (`streamshard.tools.speed`). `advise` turns these
-numbers into settings.
+they measure their collectives (`streamshard.tools.speed`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,18 +19,14 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.groups import resolve_group
-from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Streams
-from streamshard.config import Precision, ReductionMode, SlotCount
+from streamshard.config import Precision
 from streamshard.device import module_of, training_device
-from streamshard.errors import ConfigError, HostMemoryError, StreamShardError
-from streamshard.initialise import takes
+from streamshard.errors import HostMemoryError, StreamShardError
 from streamshard.tools import speed
-from streamshard.tools.activations import Build
 
 _UNIT_NUMELS = tuple(mib << 19 for mib in (1, 16, 128))  # elements of units of so many MiB in bf16
-_HIDDEN = 0.1  # communication hides if it makes compute longer by at most this share
 _DRIVER = Path("/proc/driver/nvidia/version")
 _TRAPS = {  # environment variables for GPUs: bad values, and the effect
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "all streams of a GPU share one queue, so nothing overlaps: unset it"),
@@ -63,57 +57,38 @@ class Report:
 
     Attributes:
         world_size, machines: the numbers of ranks and machines.
-        memory_bytes: a rank's memory: free memory of its device, or its part of the machine's memory.
         findings: in the order of printing.
         transport: the transport, by its name in `streamshard.plan`; None: there is one rank, or a rank failed.
-        collectives: all-gather and reduction of each unit: units of a few sizes, or the layer.
-        layer: None: not measured.
+        collectives: all-gather and reduction of units of a few sizes.
     """
 
     world_size: int
     machines: int
-    memory_bytes: int
     findings: list[Finding]
     transport: str | None = None
     collectives: Sequence[speed.CollectiveSpeed] = ()
-    layer: speed.LayerSpeed | None = None
 
 
-def examine(build: Build | None, precision: Precision, batch: int | None, seq: int | None) -> Report | None:
+def examine(precision: Precision) -> Report | None:
     """Check this machine and, if there are several ranks, measure them. Call it on all ranks.
 
     Args:
-        build: makes the model; its largest layer is measured. None: measure units of a few sizes.
         precision: the dtypes.
-        batch, seq: shape of a rank's tokens, if `build` is given.
 
     Returns:
         The report; None on all ranks but the first. If a rank fails, its error is a finding.
-
-    Raises:
-        ConfigError: a model needs several ranks, `batch` and `seq`, and its function no mesh.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if build is not None and (world_size == 1 or batch is None or seq is None):
-        how = "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S"
-        raise ConfigError(f"a model's layer is measured between ranks: {how}")
-    if build is not None and not takes(build):
-        raise ConfigError(speed.NO_DTENSORS)
     device = training_device(torch.device("cpu"), None, None)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if device.type == "cpu":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_size
-    else:
+    if device.type != "cpu":
         module_of(device).set_device(device)
-        memory = module_of(device).mem_get_info(device)[0]
-    report = Report(world_size, -(-world_size // local_size), memory, [])
+    report = Report(world_size, -(-world_size // local_size), [])
     if os.environ.get("LOCAL_RANK", "0") == "0":
         report.findings = [*check_machine(device, local_size)]
     if world_size > 1:
-        dtype = precision.param_dtype or torch.float32
-        make = None if build is None else lambda: speed.Layer(build, dtype, (batch or 0, seq or 0), device)
         try:
-            _measure(report, device, make, precision)
+            _measure(report, device, precision)
         except StreamShardError as error:
             report.findings.append(Finding("problem", "the ranks cannot train together", str(error)))
     return report if os.environ.get("RANK", "0") == "0" else None
@@ -186,9 +161,7 @@ def _size(n_bytes: int) -> str:
 # -- measurements -----------------------------------------------------------------------------------------------------
 
 
-def _measure(
-    report: Report, device: torch.device, make: Callable[[], speed.Layer] | None, precision: Precision
-) -> None:
+def _measure(report: Report, device: torch.device, precision: Precision) -> None:
     """Connect the ranks, exchange findings, and measure. Fills `report`. Collective."""
     ranks = Communicator(resolve_group(device), Streams(device))
     first, *others = ranks.gather_objects("exchange findings", report.findings)
@@ -196,9 +169,7 @@ def _measure(
         new = [found for found in theirs if found not in first]
         first += [dataclasses.replace(found, what=f"rank {rank}: {found.what}") for found in new]
     report.findings = first
-    layer = None if make is None else run_on_all_ranks(ranks, "run a layer", make)
-    sizes = [(numel, numel) for numel in _UNIT_NUMELS] if layer is None else [layer.size]
-    report.collectives, report.layer = speed.measure(ranks, sizes, layer, precision)
+    report.collectives = speed.measure(ranks, _UNIT_NUMELS, precision)
     names = {SharedMemoryTransport: "shared-memory", PairwiseTransport: "sockets"}
     report.transport = names.get(type(ranks.transport), "nccl")
     what = f"{ranks.world_size} ranks on {report.machines} machine(s), over {report.transport}"
@@ -208,66 +179,3 @@ def _measure(
     for each in report.collectives:
         what = f"{each.name} of {_size(each.unit_bytes)}: {each.gb_s:.2f} GB/s, {each.median_ms:.2f} ms"
         report.findings.append(Finding("ok", what))
-
-
-# -- advice -----------------------------------------------------------------------------------------------------------
-
-
-def advise(report: Report, precision: Precision, batch: int, weight_slots: SlotCount | None) -> list[Finding]:
-    """Whether a layer's communication hides behind its compute, and which settings help. A pure function.
-
-    Args:
-        report: of a measurement with a layer.
-        precision: the dtypes of the measurement.
-        batch: sequences per rank in the measurement.
-        weight_slots: the largest number that fits the memory; None: not even two fit.
-    """
-    layer = report.layer
-    if layer is None:
-        return []
-    if weight_slots is None:
-        what = f"the model does not fit {_size(report.memory_bytes)} per rank"
-        return [Finding("problem", what, "streamshard plan MODEL --budget says how many ranks it takes")]
-    gather, reduce = report.collectives
-    both_ms = gather.median_ms + reduce.median_ms
-    found, exposed = list[Finding](), dict[str, float]()  # by phase: time of communication / time of compute
-    for phase, what, comm_ms, alone_ms, beside_ms in (
-        ("forward", "all-gather", gather.median_ms, layer.forward_ms, layer.forward_beside_ms),
-        ("backward", "all-gather and reduction", both_ms, layer.backward_ms, layer.backward_beside_ms),
-    ):
-        times = f"{what} {comm_ms:.2f} ms, {phase} {alone_ms:.2f} ms, both at once {beside_ms:.2f} ms"
-        exposed_ms = min(beside_ms - alone_ms, comm_ms)
-        times += " (noise: more than one after the other)" * (beside_ms > (1.0 + _HIDDEN) * (alone_ms + comm_ms))
-        if exposed_ms <= _HIDDEN * alone_ms:
-            found.append(Finding("ok", f"communication hides behind {phase}: {times}"))
-            continue
-        exposed[phase] = comm_ms / alone_ms
-        cost = f"{exposed_ms:.2f} ms per layer are exposed, in {layer.count} layers"
-        found.append(Finding("note", f"communication does not hide behind {phase}: {times}", cost))
-    if not exposed:
-        return [*found, Finding("ok", "choose StreamShard(model): two slots suffice")]
-    choices = []
-    if "backward" in exposed:
-        if weight_slots != 2:
-            what = "nothing" if weight_slots == "all" else "fewer layers"
-            choices.append(f"weight_slots={weight_slots!r}: backward all-gathers {what}, and the memory suffices")
-        choices += _narrower_gradients(report, precision)
-    ratio = max(exposed.values())
-    needed = f" of {math.ceil(batch * ratio)}" if ratio > 1 and report.transport != "shared-memory" else ""
-    choices.append(f"a larger batch{needed}: compute grows, communication does not")
-    return [*found, *(Finding("note", f"choose {choice}") for choice in choices)]
-
-
-def _narrower_gradients(report: Report, precision: Precision) -> list[str]:
-    """The setting that sends fewer bytes of gradients (docs/guide/dial.md); empty if there is none.
-
-    CPU ranks send gradients in the slots' dtype already.
-    """
-    dtype, mode = precision.param_dtype, precision.reduction_mode
-    if report.transport != "nccl" or mode is not ReductionMode.FP32 or dtype in (None, torch.float32):
-        return []
-    if report.world_size * (1 - 1 / report.machines) <= 2 * report.machines:
-        return ["Precision(sums_in_rank_order=True): gradients are sent in 16 bits, and summed in fp32"]
-    if report.world_size > 2 / torch.finfo(dtype).eps:
-        return []
-    return [f"Precision(reduce_dtype={dtype}): gradients are sent and summed in 16 bits, which rounds"]

@@ -21,7 +21,6 @@ from streamshard.tools.activations import LiveBytes
 from streamshard.tools.command import main
 from streamshard.tools.fit import Stage
 from streamshard.tools.model_source import builder_of
-from streamshard.tools.speed import Layer
 from streamshard.torch_private import fake_ranks
 from tests.launched import ROOT
 from tests.models import TinyLM
@@ -272,18 +271,3 @@ def test_meshes_after_a_plan_are_not_taken_for_its_mesh() -> None:
     with fake_ranks(2):
         for names in (None, ("tp",), ("ep",)):
             assert init_device_mesh("cpu", (2,), mesh_dim_names=names) != given[0]
-
-
-# -- doctor -----------------------------------------------------------------------------------------------------------
-
-
-def test_doctor_refuses_dtensors_and_says_which_model_it_measures(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether the function wants a mesh, as for plan, or makes its own."""
-    told = "a layer with DTensors is not measured: give a model as large as a rank's part"
-    with fake_ranks(2), pytest.raises(ConfigError, match=told):
-        Layer(lambda: build_parts(init_device_mesh("cpu", (2,))), torch.bfloat16, (2, 4), torch.device("cpu"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["doctor", f"{__name__}:build_parts", "--batch", "1", "--seq", "4"]) == 2
-    assert told in capsys.readouterr().err
