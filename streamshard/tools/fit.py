@@ -17,9 +17,7 @@ from streamshard.tools.host_time import Exchanged
 from streamshard.tools.memory import MemoryReport
 
 _MARGIN = 20  # a budget's twentieth is for fragmentation
-# Of a GPU. Assumed, not measured: for the CUDA context and NCCL's first communicator, and for each further one.
-_CONTEXT_BYTES = 2**30
-_COMMUNICATOR_BYTES = 2**29
+_CONTEXT_BYTES = 3 * 2**29  # of a GPU. Assumed, not measured: for the CUDA context and NCCL's communicators
 _MOST_RANKS = 2**16
 NO_TOKENS = "give batch and seq"
 
@@ -67,19 +65,16 @@ class Room:
         budget_bytes: given.
         margin_bytes: the part of it that stays free, for what a plan cannot know.
         activations: None: not known, so not counted.
-        communicators: the number of NCCL's; None: the rank has no GPU.
     """
 
     budget_bytes: int
     margin_bytes: int
     activations: Activations | None
-    communicators: int | None
 
     @classmethod
-    def of(cls, budget_bytes: int, activations: Activations | None, communicators: int | None) -> Room:
+    def of(cls, budget_bytes: int, activations: Activations | None, *, on_gpus: bool) -> Room:
         """With the margin of such a budget."""
-        on_gpu = 0 if communicators is None else _CONTEXT_BYTES + _COMMUNICATOR_BYTES * (communicators - 1)
-        return cls(budget_bytes, budget_bytes // _MARGIN + on_gpu, activations, communicators)
+        return cls(budget_bytes, budget_bytes // _MARGIN + on_gpus * _CONTEXT_BYTES, activations)
 
     def left(self, *, is_checkpointed: bool) -> int:
         """Bytes for the engine and the optimizer. Checkpointing is used only if it saves memory."""
@@ -113,13 +108,9 @@ class Fit:
 
     def lines(self, size: Callable[[int], str]) -> Iterator[str]:
         """In words."""
-        room, what = self.room, " for fragmentation"
-        if room.communicators is not None:
-            what = f": {size(room.budget_bytes // _MARGIN)}{what} and, by assumption, {size(_CONTEXT_BYTES)} for the "
-            what += "CUDA context and a communicator of NCCL"
-            if room.communicators > 1:
-                what += f", {size(_COMMUNICATOR_BYTES)} for each of {room.communicators - 1} more"
-        yield f"of {size(room.budget_bytes)} per rank, {size(room.margin_bytes)} stay free{what}"
+        budget, margin = self.room.budget_bytes, self.room.margin_bytes
+        on_gpu = ", the CUDA context and NCCL (assumed)" * (margin > budget // _MARGIN)
+        yield f"of {size(budget)} per rank, {size(margin)} stay free for fragmentation{on_gpu}"
         if self.choice is None:
             yield "nothing fits. Without a number of ranks a plan finds the fewest that fit, if any do"
             yield "offload and an 8-bit Adam make room too"

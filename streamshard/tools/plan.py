@@ -208,7 +208,7 @@ def plan(
     step = None if step is None else _step_of(step, ranks, tokens, accumulate)
     with planning(model, ranks, units, resident, given, accumulate) as planner:
         activations = planner.activations(tokens)
-        room = None if budget_bytes is None else Room.of(budget_bytes, activations[0], ranks.communicators)
+        room = None if budget_bytes is None else Room.of(budget_bytes, activations[0], on_gpus=ranks.on_gpus)
         if world_size is None and room is not None:
             planner = _on_fewest_ranks(planner, room)
         planned = _plan(planner, weight_slots, room, activations)

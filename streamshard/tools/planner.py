@@ -81,15 +81,6 @@ class Ranks(NamedTuple):
         """Whether the ranks have GPUs."""
         return self.transport == "nccl"
 
-    @property
-    def communicators(self) -> int | None:
-        """The number of NCCL's communicators of a rank; None: it has no GPU.
-
-        Of all ranks and, if DTensors are cut over some of them: of these, and of the ranks with the same parts. With
-        replicas: of all ranks, of one replica's, and of those with the same shards.
-        """
-        return None if not self.on_gpus else 3 if max(self.tp, self.ep, self.replicas) > 1 else 1
-
 
 class Planner(NamedTuple):
     """Plans a model that has been checked.
