@@ -86,12 +86,11 @@ class StreamShard(WatchedRoot):
         if cls is not StreamShard:
             return cast(StreamShard, super().__new__(cls, *args, **kwargs))
         from streamshard.build import accept_model, shard_model
-        from streamshard.tools.memory import explaining_out_of_memory, log_summary
+        from streamshard.tools.memory import log_summary
 
         with leave_inference_mode(), leave_meta_device():
             accepted = accept_model(*args, **kwargs)
-            with explaining_out_of_memory():
-                engine = shard_model(StreamShard, accepted)
+            engine = shard_model(StreamShard, accepted)
         if engine.ranks.is_first:
             log_summary(engine, accepted.module)
         return cast(StreamShard, accepted.module)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -159,23 +158,13 @@ def log_summary(engine: Engine, root: nn.Module) -> None:
 # -- out of memory ------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def explaining_out_of_memory() -> Iterator[None]:
-    """If the body, which shards a model, is out of memory, log which command says how much a rank needs."""
-    try:
-        yield
-    except BaseException as error:
-        if _is_out_of_memory(error):
-            log.error("out of memory in StreamShard(model): `streamshard plan` says what a rank needs and what fits")
-        raise
-
-
 @atexit.register
 def _report_at_exit() -> None:
-    """If the process ends because it is out of memory, log the bytes that each engine holds."""
+    """If the process ends because it is out of memory, log the bytes that each engine holds, and what makes room."""
     if _is_out_of_memory(uncaught()):
         for engine in [each for each in gc.get_objects() if type(each) is Engine]:
             log.error("%s", explain_out_of_memory(engine))
+        log.error("out of memory: `streamshard plan` says what a rank needs and what fits")
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
