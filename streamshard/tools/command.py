@@ -20,6 +20,7 @@ from streamshard.tools.host_time import MACHINES, Machine, Step, parse_rate
 
 _ABOUT = "Plan memory, measure the machine, inspect and convert checkpoints, compare runs. Needs no GPU."
 _RUN = "a checkpoint, or a directory of checkpoints: the newest intact one is used"
+_OF_STEP = "--link, --host-memory, --flops, --local-ranks, --micro-batches, --checkpointing and --active"
 _EXIT_CODES = "Exit codes: 0 success, 1 an error (one line on standard error), 2 wrong usage."
 
 
@@ -181,17 +182,9 @@ def _machine(arguments: argparse.Namespace) -> Machine | None:
         given["ranks"] = arguments.local_ranks
     if arguments.machine is not None:
         return dataclasses.replace(MACHINES[arguments.machine], **given)
-    if arguments.offload is None:
-        given = given and {"host_memory": None, **given}  # no limit
-    if given and not given.keys() >= units.keys():
-        raise ConfigError(
-            "a machine has --link, --flops and, with --offload, --host-memory: give all of them, or --machine"
-        )
-    options = {"micro-batches": arguments.micro_batches > 1, "checkpointing": arguments.is_checkpointed}
-    told = [f"--{name}" for name, is_told in {**options, "active": arguments.active is not None}.items() if is_told]
-    if told and not given:
-        raise ConfigError(f"{', '.join(told)}: of the predicted time of a step: give --machine too")
-    return Machine(**given) if given else None
+    if given or arguments.micro_batches > 1 or arguments.is_checkpointed or arguments.active is not None:
+        raise ConfigError(f"{_OF_STEP} change what --machine predicts: give --machine too")
+    return None
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

@@ -132,9 +132,7 @@ class Plan:
             why = "one rank gathers nothing" if is_alone else "no layers take turns, so it runs the loop"
             return f"model.accumulate saves nothing: {why}"
         if self.step is None or self.loop is None:
-            return (
-                "whether model.accumulate pays depends on the machine: give --seq, and --link and --flops or --machine"
-            )
+            return "whether model.accumulate pays depends on the machine: give --seq and --machine"
         ours, loop = self.step.step_s, self.loop.step_s
         if loop < _WORTH * ours:
             return f"model.accumulate does not pay: a step takes {ours:.4g} s, in a loop {loop:.4g} s"
