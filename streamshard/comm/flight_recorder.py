@@ -34,7 +34,6 @@ import enum
 import json
 import re
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -57,7 +56,8 @@ _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other r
 # A rank there waits for all ranks. torch counts messages between two ranks, and calls of other threads, too.
 _COLLECTIVE = re.compile(r"dist\.(?!i?send|i?recv|batch_isend_irecv|monitored_barrier)\w+\(\)")
 
-_recorders: tuple[weakref.ref[FlightRecorder], ...] = ()  # of all models of this process
+# Of all ranks of this process that wait for others, behind what returns their `RankGroup.abort`; None: they are gone.
+watched: tuple[tuple[Callable[[], Callable[..., None] | None], FlightRecorder], ...] = ()
 
 _ADVICE = (
     "All ranks have to call forward (evaluation and generate() too), backward, norms, and functions that collect or "
@@ -157,6 +157,7 @@ class FlightRecorder:
 
     Attributes:
         log: this rank's log.
+        rank: this rank's number.
         names: names of units, by tag, for messages.
         difference: why this rank's wait can never succeed; None: the watchdog has found no reason.
         has_left: `leave` was called.
@@ -168,9 +169,9 @@ class FlightRecorder:
         self.log = IssueLog()
         self.names: Sequence[str] = ()
         self.difference: str | None = None
-        self._rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
+        self.rank, self._world_size = (0, 1) if group is None else (group.rank(), group.size())
         others = range(1, min(self._world_size, _MOST_PEERS + 1))
-        self._peers = sorted((self._rank + step) % self._world_size for step in others)
+        self._peers = sorted((self.rank + step) % self._world_size for step in others)
         self._has_streams, self._is_beside_training = has_streams, is_beside_training
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
         self.has_left = False
@@ -185,8 +186,6 @@ class FlightRecorder:
             self._started = state_of_default().started
         if self._members and not is_beside_training:
             self._started[self._members] += 1
-            global _recorders
-            _recorders = (*(known for known in _recorders if known() is not None), weakref.ref(self))
 
     # -- logs in the store ------------------------------------------------------------------------------------------
 
@@ -215,7 +214,7 @@ class FlightRecorder:
         shown = shown._replace(
             place=line_reached(), models=self._started[self._members], is_waiting=bool(self.log.waits)
         )
-        self._ask("set", f"{self._key}{self._rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
+        self._ask("set", f"{self._key}{self.rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
 
     def leave(self) -> None:
         """Tell the other ranks that this rank's model is gone: its last entry alone. A second call does nothing."""
@@ -234,12 +233,12 @@ class FlightRecorder:
             self._show()
         elif self._shown is not None and self._shown[0] != self.log.count:
             self._shown = None
-            self._ask("set", f"{self._key}{self._rank}", "")  # without the key, a read under way would wait for it
+            self._ask("set", f"{self._key}{self.rank}", "")  # without the key, a read under way would wait for it
 
     def _read(self) -> dict[int, Shown]:
         """The logs in the store, by rank, and this rank's own."""
         self._show()
-        logs = {self._rank: Shown.of(self.log)}
+        logs = {self.rank: Shown.of(self.log)}
         for peer in self._peers:
             if text := self._get(f"{self._key}{peer}"):
                 entries, *others = json.loads(text)
@@ -250,7 +249,7 @@ class FlightRecorder:
         """Why this wait can never succeed: logs differ; a missing rank is gone, or in another library's collective."""
         if found := describe_difference(logs, self.names):
             return found
-        own = logs[self._rank]
+        own = logs[self.rank]
         for peer, shown in sorted(logs.items()):
             if shown.total < own.total and shown.has_left:
                 did = f"its model is gone (last: it {shown.last(self.names)}), and it is at {shown.place}"
@@ -258,18 +257,18 @@ class FlightRecorder:
             if shown.total >= own.total or self._is_beside_training:
                 continue
             if not self._has_streams and shown.others > own.others and _COLLECTIVE.match(shown.place):
-                where = f"another library's collective on the default process group, which rank {self._rank}"
+                where = f"another library's collective on the default process group, which rank {self.rank}"
                 return f"rank {peer} has not come: it is in {where} has not called: {shown.place}. {_ADVICE}"
             if does := self._found_elsewhere(peer, shown, own.total):
-                return f"rank {peer} has not come: it {does}, unlike rank {self._rank}, at {shown.place}. {_ADVICE}"
+                return f"rank {peer} has not come: it {does}, unlike rank {self.rank}, at {shown.place}. {_ADVICE}"
         return None
 
     def _found_elsewhere(self, peer: int, shown: Shown, total: int) -> str | None:
         """What `peer` does with another model, before this rank; `shown` has less than `total` entries of its log."""
         if shown.models > self._started[self._members]:
             return "has started another StreamShard(model)"
-        for other in (known() for known in _recorders):
-            if other is None or other is self or other._members != self._members:
+        for _, other in watched:
+            if other is self or other._is_beside_training or other._members != self._members:
                 continue
             theirs, later = other._read().get(peer), self._read().get(peer)  # in this order: `peer` may go on meanwhile
             if theirs is None or later is None or not theirs.is_waiting:
@@ -289,7 +288,7 @@ class FlightRecorder:
         ranks_of: dict[str, list[int]] = {}
         for peer in self._peers:
             shown = logs.get(peer)
-            if shown is not None and shown.total < logs[self._rank].total:
+            if shown is not None and shown.total < logs[self.rank].total:
                 idle_s, last = max(0.0, time.time() - shown.time_s), shown.last(self.names)
                 did = f"has issued nothing for {idle_s:.0f} s (last: it {last}), and is at {shown.place}"
                 ranks_of.setdefault(did, []).append(peer)
@@ -300,12 +299,12 @@ class FlightRecorder:
 
     def post_failure(self, text: str) -> None:
         """Write this rank's failure to the store, for all ranks and models of the group. The first failure stays."""
-        self._ask("compare_set", _FAILURE_KEY, "", f"{self._rank}:{text}")
+        self._ask("compare_set", _FAILURE_KEY, "", f"{self.rank}:{text}")
 
     def read_failure(self) -> str | None:
         """The failure of another rank, in words; None: the store has none."""
         rank, _, text = self._get(_FAILURE_KEY).partition(":")
-        return f"rank {rank} has failed: {text}" if rank not in ("", str(self._rank)) else None
+        return f"rank {rank} has failed: {text}" if rank not in ("", str(self.rank)) else None
 
     def explain(self, error: Exception) -> str:
         """Why a collective ended with `error`, by the logs and the failure in the store.
@@ -365,7 +364,7 @@ class FlightRecorder:
             missing = self._describe_missing(logs, among_shown=not waits)
             if missing is not None or waits:  # else this rank computes, or runs the user's code
                 missing = missing or f"all ranks have come, so a rank or the network is slow{connection_advice()}"
-                last = logs[self._rank].last(self.names)
+                last = logs[self.rank].last(self.names)
                 log.warning("waited for %.0f s in %s (last: it %s): %s", waited_s, what, last, missing)
 
     def _look_for_failure(self, abort: Callable[..., None]) -> None:

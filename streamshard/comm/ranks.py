@@ -98,7 +98,7 @@ class RankGroup:
         has_streams = self.streams.has_streams
         self.recorder = FlightRecorder(group, has_streams=has_streams, is_beside_training=is_beside_training)
         if self.total_size > 1:
-            look_after(self)
+            look_after(self.recorder, self.abort)
 
     @property
     def users_group(self) -> dist.ProcessGroup:
