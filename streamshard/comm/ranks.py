@@ -30,7 +30,7 @@ import torch.distributed as dist
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind
 from streamshard.comm.host_groups import CONTROL_TIMEOUT, alive, close_connections, host_group_of, state_of, weak
 from streamshard.comm.streams import RankWait, StreamName, Streams
-from streamshard.comm.tree import gather_to_first, pack, send_to_all, unpack
+from streamshard.comm.tree import gather_to_first, send_to_all
 from streamshard.comm.watchdog import look_after
 from streamshard.errors import (
     CheckpointError,
@@ -41,7 +41,7 @@ from streamshard.errors import (
     describe,
 )
 
-_VALUE, _ERROR, _OTHER = b"v", b"e", b"o"  # the first byte of a message; `pack` begins with none of these
+_VALUE, _ERROR, _OTHER = b"v", b"e", b"o"  # the first byte of a message
 
 # RuntimeErrors of this rank alone, such as out of memory: no collective has failed.
 _OWN: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -153,10 +153,7 @@ class RankGroup:
             StreamShardError: of class `raises`, with the same text on every rank: on some rank `action` raised, or its
                 result cannot be pickled. An interrupted rank raises `KeyboardInterrupt` or `SystemExit`.
         """
-        sent, error = _attempt(action)
-        gathered = unpack(self._meet(doing, sent, pack, with_replicas=with_replicas))
-        _raise_failed(f"{doing} {at}".rstrip(), _failure_in(gathered), raises, error)
-        return _loaded(gathered)
+        return self.join_results(doing, action, list, raises, at=at, with_replicas=with_replicas)
 
     def join_results(
         self,
@@ -166,6 +163,7 @@ class RankGroup:
         raises: type[StreamShardError] = CheckpointError,
         *,
         at: object = "",
+        with_replicas: bool = True,
     ) -> _Joined:
         """Run `action` on every rank, and on the first rank `join` with all results. Returns its result on every rank.
 
@@ -184,7 +182,7 @@ class RankGroup:
             failure = _failure_in(gathered)
             return gathered[0] if failure is None else _ERROR + failure.encode()
 
-        reply = self._meet(doing, sent, answer, with_replicas=True)
+        reply = self._meet(doing, sent, answer, with_replicas=with_replicas)
         _raise_failed(f"{doing} {at}".rstrip(), reply[1:].decode() if reply.startswith(_ERROR) else None, raises, error)
         joined: _Joined = pickle.loads(memoryview(reply)[1:])
         return joined

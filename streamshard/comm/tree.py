@@ -33,10 +33,10 @@ def gather_to_first(group: dist.ProcessGroup, message: _Message, timeout: dateti
     rank = group.rank()
     known, messages = {message: message}, [message]  # of the ranks from this one to the last one below it
     for child in _children(rank, group.size()):
-        messages += [known.setdefault(each, each) for each in unpack(_receive(group, child, timeout))]
+        messages += [known.setdefault(each, each) for each in _unpack(_receive(group, child, timeout))]
     if not rank:
         return messages
-    _send(group, pack(messages), [rank & (rank - 1)], timeout)
+    _send(group, _pack(messages), [rank & (rank - 1)], timeout)
     return None
 
 
@@ -49,22 +49,22 @@ def send_to_all(group: dist.ProcessGroup, data: bytes | None, timeout: datetime.
     return data
 
 
-def pack(messages: Sequence[Hashable]) -> bytes:
+def connect_tree(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+    """Let ranks that exchange messages connect now: later they wait for each other far longer. Collective."""
+    gathered = gather_to_first(group, b"", timeout)
+    send_to_all(group, None if gathered is None else b"", timeout)
+
+
+def _pack(messages: Sequence[Hashable]) -> bytes:
     """One message of many. It has equal ones once."""
     place_of = {each: place for place, each in enumerate(dict.fromkeys(messages))}
     return pickle.dumps((list(place_of), [place_of[each] for each in messages]))
 
 
-def unpack(data: bytes) -> list[Any]:
-    """The messages that `pack` has packed. Equal ones are one object."""
+def _unpack(data: bytes) -> list[Any]:
+    """The messages that `_pack` has packed. Equal ones are one object."""
     different, places = pickle.loads(data)
     return [different[place] for place in places]
-
-
-def connect_tree(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Let ranks that exchange messages connect now: later they wait for each other far longer. Collective."""
-    gathered = gather_to_first(group, b"", timeout)
-    send_to_all(group, None if gathered is None else b"", timeout)
 
 
 def _children(rank: int, size: int) -> Iterator[int]:

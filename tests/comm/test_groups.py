@@ -201,7 +201,7 @@ def test_an_error_between_the_two_halves_of_an_exchange_ends_the_wait_of_the_oth
     ranks = RankGroup(dist.group.WORLD)
     if context.rank == 0:
         with (
-            mock.patch.object(ranks_module, "pack", side_effect=KeyboardInterrupt),
+            mock.patch.object(ranks_module, "_answer_if_alike", side_effect=KeyboardInterrupt),
             pytest.raises(KeyboardInterrupt),
         ):
             ranks.gather_objects("wait", None)
