@@ -136,6 +136,7 @@ _OPTIONS = "offload_events:loop"
 _VISITS = "in enumerate(self._visits)}"
 _LAYER_MAJOR = "accumulate:gradients_are"
 _STREAMS = "simulated_device:precision or averages or stream"
+_ON_STREAM = "with self.streams.on(self.stream), torch.no_grad():\n            work"
 _NO_STREAM = Swap("self.streams.on(self.stream)", "torch.no_grad()")
 # One line that stands before a statement of a test's simulated device.
 _ON_COMPUTE = "with self.streams.module.stream(self.streams.module.compute):"
@@ -238,7 +239,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:explains"),
     ],
     "comm/gloo": [
-        ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),
         (
             "PairwiseTransport.start_reduce",
             Swap("*received[:rank], chunks[rank], *received[rank:]", "chunks[rank], *received"),
@@ -246,13 +246,18 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
     ],
     "comm/transport": [
-        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32")
+        (
+            "Transport._start",
+            Swap(_ON_STREAM, _ON_STREAM.replace("self.streams.on(self.stream), ", "")),
+            "whole_parameters:wait",
+        ),
+        ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),
+        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32"),
     ],
     "comm/nccl": [
         ("NcclTransport._exchange", Swap("  sum_in_rank", f"  {_ON_COMPUTE} sum_in_rank"), _STREAMS),
         ("NcclTransport._exchange", Swap(".unbind()", ".unbind()[::-1]"), "same_bits:device"),
         ("NcclTransport.meet", _NO_STREAM, _STREAMS),
-        ("NcclTransport.start_all_to_all", _NO_STREAM, "whole_parameters:wait"),
         ("NcclTransport.start_flags", Swap("ReduceOp.MAX", "ReduceOp.SUM"), "transport"),
         ("NcclTransport.start_gather", _NO_STREAM, _STREAMS),
         ("NcclTransport.start_reduce", _NO_STREAM, _STREAMS),

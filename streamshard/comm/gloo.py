@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.host_groups import state_of
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import Exchange, Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import ReductionMode
 
 # A flat parameter has one tag for its all-gathers, one for its reductions, and one for gathers of full tensors. gloo
@@ -55,24 +53,6 @@ class PairwiseTransport(Transport):
 
         return Exchange(sum_all, messages, self.group)
 
-    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
-        """See `Transport.start_average`. gloo sums; the first wait divides."""
-        self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-
-        def divide() -> None:
-            with self.streams.on(self.stream), torch.no_grad():
-                tensor.div_(self.world_size)
-
-        return Exchange(divide, [work], self.group)
-
-    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """See `Transport.start_all_to_all`."""
-        send, send_numels, received, received_numels = exchange
-        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
-        work = dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group, async_op=True)
-        return Exchange(None, [work], self.group)
-
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """One chunk from every other rank: all arrive before the sum."""
         return shard_numel * (self.world_size - 1)
@@ -90,44 +70,3 @@ class PairwiseTransport(Transport):
     def _peers(self) -> list[int]:
         """The other ranks, in rank order."""
         return [peer for peer in range(self.world_size) if peer != self.rank]
-
-
-@dataclasses.dataclass(eq=False)
-class Exchange:
-    """Pending messages in gloo's threads, and a function to call when all have arrived.
-
-    Args:
-        finish: called at the end of the first wait.
-        messages: sends and receives.
-        group: the group of the messages. It keeps messages that nobody waits for.
-    """
-
-    finish: Callable[[], None] | None
-    messages: Sequence[dist.Work] = ()
-    group: dist.ProcessGroup | None = None
-
-    def __del__(self) -> None:
-        self._abandon()
-
-    def wait(self) -> None:
-        """See `streamshard.comm.streams.Work`."""
-        try:
-            for message in self.messages:
-                message.wait()
-        except BaseException:
-            self._abandon()
-            raise
-        self.messages = ()
-        finish, self.finish = self.finish, None
-        if finish is not None:
-            finish()
-
-    def _abandon(self) -> None:
-        """Keep messages that nobody has waited for, for example of a deleted model, as long as their group.
-
-        gloo cancels a receive when its work object is freed. The message would then block the connection between the
-        two ranks for good.
-        """
-        if self.messages and self.group is not None:
-            state_of(self.group).abandoned.extend(self.messages)
-            self.messages = ()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.streams import Collective, Work
-from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport, sum_in_rank_order
+from streamshard.comm.transport import Gather, Reduction, Transport, sum_in_rank_order
 from streamshard.config import Precision, ReductionMode
 from streamshard.errors import ConfigError
 from streamshard.torch_private import AllgatherOptions, ReduceScatterOptions
@@ -119,14 +119,6 @@ class NcclTransport(Transport):
             size = min(most, out.numel() - start)
             yield chunks.narrow(1, start, size), out.narrow(0, start, size)
 
-    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
-        """See `Transport.start_average`."""
-        self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
-        with self.streams.on(self.stream):
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group)
-            tensor.mul_(1.0 / self.world_size)
-        return None
-
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
         """See `Transport.start_flags`. A tree reduces. A ring gathers: 2 ms with 1,024 ranks."""
         self._issue(RecordKind.GATHER, Collective.ALL_REDUCE, tag, reads=(flags,), writes=(gathered,))
@@ -138,14 +130,6 @@ class NcclTransport(Transport):
     def flags_numel(self, count: int) -> int:
         """See `Transport.flags_numel`."""
         return count
-
-    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """See `Transport.start_all_to_all`."""
-        send, send_numels, received, received_numels = exchange
-        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
-        with self.streams.on(self.stream):
-            dist.all_to_all_single(received, send, received_numels, send_numels, group=self.group)
-        return None
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """A part of the gradients: in fp32 (`FP32`), or in their own dtype, one to send and one received."""

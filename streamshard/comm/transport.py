@@ -14,14 +14,16 @@ than this exchange (docs/internals/log.md).
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.host_groups import alive
+from streamshard.comm.host_groups import alive, state_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.config import Precision, ReductionMode
@@ -129,7 +131,6 @@ class Transport(abc.ABC):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """Start a reduce-scatter. See [Note: reductions]."""
 
-    @abc.abstractmethod
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
         """Start to replace `tensor` [n] fp32 by its mean over the ranks of the group.
 
@@ -137,6 +138,8 @@ class Transport(abc.ABC):
             tensor: any fp32 tensor.
             tag: index of the flat parameter whose main grads `tensor` holds; None: it holds something else.
         """
+        self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
+        return self._start(partial(dist.all_reduce, tensor), lambda: tensor.div_(self.world_size))
 
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:
         """Start to let each rank know the flags of all ranks.
@@ -152,9 +155,25 @@ class Transport(abc.ABC):
         """The length of `gathered` in `start_flags`, for `count` flags."""
         return count * self.world_size
 
-    @abc.abstractmethod
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
         """Start an all-to-all. Several may be pending."""
+        send, send_numels, received, received_numels = exchange
+        self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
+        return self._start(partial(dist.all_to_all_single, received, send, received_numels, send_numels))
+
+    def _start(self, collective: Callable[..., Any], finish: Callable[[], object] = int) -> Work | None:
+        """Start a collective of torch's on the stream, and `finish` behind it: on the CPU in the first wait."""
+
+        def finish_on_stream() -> None:
+            with self.streams.on(self.stream), torch.no_grad():
+                finish()
+
+        with self.streams.on(self.stream), torch.no_grad():
+            work = collective(group=self.group, async_op=not self.streams.has_streams)
+            if work is None:
+                finish()
+                return None
+        return Exchange(finish_on_stream, [work], self.group)
 
     @abc.abstractmethod
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
@@ -214,6 +233,47 @@ class Transport(abc.ABC):
 
     def leave(self) -> None:  # noqa: B027  # closed connections tell most backends
         """This rank has failed: end the waits of other ranks for it."""
+
+
+@dataclasses.dataclass(eq=False)
+class Exchange:
+    """Pending messages in gloo's threads, and a function to call when all have arrived.
+
+    Args:
+        finish: called at the end of the first wait.
+        messages: sends and receives.
+        group: the group of the messages. It keeps messages that nobody waits for.
+    """
+
+    finish: Callable[[], None] | None
+    messages: Sequence[dist.Work] = ()
+    group: dist.ProcessGroup | None = None
+
+    def __del__(self) -> None:
+        self._abandon()
+
+    def wait(self) -> None:
+        """See `streamshard.comm.streams.Work`."""
+        try:
+            for message in self.messages:
+                message.wait()
+        except BaseException:
+            self._abandon()
+            raise
+        self.messages = ()
+        finish, self.finish = self.finish, None
+        if finish is not None:
+            finish()
+
+    def _abandon(self) -> None:
+        """Keep messages that nobody has waited for, for example of a deleted model, as long as their group.
+
+        gloo cancels a receive when its work object is freed. The message would then block the connection between the
+        two ranks for good.
+        """
+        if self.messages and self.group is not None:
+            state_of(self.group).abandoned.extend(self.messages)
+            self.messages = ()
 
 
 class AloneTransport(Transport):
