@@ -85,15 +85,14 @@ class StreamShard(WatchedRoot):
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is not StreamShard:
             return cast(StreamShard, super().__new__(cls, *args, **kwargs))
-        from streamshard.build import accept_model, shard_model
+        from streamshard.build import shard_model
         from streamshard.tools.memory import log_summary
 
         with leave_inference_mode(), leave_meta_device():
-            accepted = accept_model(*args, **kwargs)
-            engine = shard_model(StreamShard, accepted)
+            module, engine = shard_model(StreamShard, *args, **kwargs)
         if engine.ranks.is_first:
-            log_summary(engine, accepted.module)
-        return cast(StreamShard, accepted.module)
+            log_summary(engine, module)
+        return cast(StreamShard, module)
 
     def __init__(
         self,

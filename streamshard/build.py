@@ -93,22 +93,14 @@ class Connected(NamedTuple):
     levels: tuple[Communicator, Communicator] | None = None
 
 
-class Accepted(NamedTuple):
-    """A model that all its ranks have accepted, and these ranks, connected."""
-
-    module: nn.Module
-    checked: Checked
-    connected: Connected
-
-
-def accept_model(
+def _accept_model(
     module: nn.Module,
     units: UnitsArgument = None,
     *,
     resident: ResidentArgument = (),
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     **given: Any,
-) -> Accepted:
+) -> tuple[Checked, Connected]:
     """Check `module` on every rank, then connect the ranks. Arguments and errors: see `StreamShard`.
 
     Args:
@@ -132,12 +124,12 @@ def accept_model(
         if who is not None or dist.is_initialized():
             refuse_together(who.all_ranks if who is not None else None, error)
         raise
-    return Accepted(module, checked, _connect(who, device, checked.settings))
+    return checked, _connect(who, device, checked.settings)
 
 
-def shard_model(base: type, accepted: Accepted) -> Engine:
-    """Shard the model in place and let its class derive from `base`. Collective. Errors: see `StreamShard`."""
-    module, checked, connected = accepted
+def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tuple[nn.Module, Engine]:
+    """Shard `module` in place and let its class derive from `base`. Collective. For the rest see `StreamShard`."""
+    checked, connected = _accept_model(module, *args, **given)
     ranks = connected.ranks
     try:
         _check_ranks_agree(ranks, module, checked)
@@ -148,8 +140,7 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
         for each in module.parameters():
             form_of(each).move(each, ranks.streams.device)
         taking = _taking_weights(checked, ranks, empty)
-        layouts = plan_layouts(checked, ranks, connected.experts)
-        engine = make_engine(checked, layouts, connected, taking)
+        engine = _make_engine(checked, connected, taking)
         for unit in engine.units:
             unit.make_unsharded()
         if engine.host is not None:
@@ -171,35 +162,24 @@ def shard_model(base: type, accepted: Accepted) -> Engine:
     without_elements = {param.name for param in engine.params if not param.piece.full.numel()}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
-    return engine
+    return module, engine
 
 
-def plan_layouts(checked: Checked, ranks: Communicator, experts: Communicator | None) -> list[UnitLayout]:
-    """Lay out all units. For the arguments see `make_engine`."""
-    sizes = ranks.world_size, 0 if experts is None else experts.world_size
-    settings, in_fp32 = checked.settings, checked.in_fp32.params
-    _, grad_slots = settings.slots_on(ranks.world_size)
-    given = checked.found, settings.precision, in_fp32, *sizes
-    return plan_units(*given, align_pieces_to=settings.align_pieces_to, adds_in_slots=grad_slots == "all")
-
-
-def make_engine(
-    checked: Checked,
-    layouts: Sequence[UnitLayout],
-    connected: Connected,
-    take: TakeWeights,
-) -> Engine:
+def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> Engine:
     """Plan and allocate.
 
     Args:
         checked: the model.
-        layouts: of its units.
         connected: its ranks. With `PlannedRanks` buffers are on the meta device, and take no memory.
         take: fills each unit's shards.
     """
     ranks, replicas, experts, levels = connected
     inner, outer_ranks = levels or (None, None)
     settings, found = checked.settings, checked.found
+    weight_slots, grad_slots = settings.slots_on(ranks.world_size)
+    sizes = ranks.world_size, 0 if experts is None else experts.world_size
+    given = found, settings.precision, checked.in_fp32.params, *sizes
+    layouts = plan_units(*given, align_pieces_to=settings.align_pieces_to, adds_in_slots=grad_slots == "all")
     mover = inner or ranks  # of the units' bytes in a step
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
     # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
@@ -224,7 +204,6 @@ def make_engine(
         else OuterShards(layouts, outer_ranks, ledger, is_in_order=settings.precision.sums_in_rank_order)
     )
 
-    weight_slots, grad_slots = settings.slots_on(ranks.world_size)
     streamed = [not unit.is_resident for unit in found]
     plan = plan_slots(streamed, weight_slots, grad_slots, in_order=mover.transport.in_order)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
@@ -249,30 +228,28 @@ def plan_engine(
     ranks: PlannedRanks,
     experts: PlannedRanks | None = None,
     replicas: PlannedRanks | None = None,
+    *,
+    parts: bool,
 ) -> Engine:
     """The engine that the model would have on `ranks`, which are `PlannedRanks`: its buffers are on the meta device.
 
     Args:
-        checked, ranks, experts: see `make_engine`.
+        checked, ranks, experts: see `_make_engine`.
         replicas: the replicate axis, `PlannedRanks` too; None on a 1-D mesh.
+        parts: the model has DTensors of tensor parallelism.
 
     Raises:
-        ConfigError: `offload` with experts or replicas.
+        ConfigError: state cannot lie where the settings say.
     """
-    settings = checked.settings
-    if settings.offload is not None and (experts is not None or replicas is not None):
-        raise ConfigError(_REPLICAS_STAY if experts is None else _EXPERTS_STAY)
-    if settings.shard_over_replicas and replicas is None:
-        raise ConfigError("shard_over_replicas=True without replicas: say how many there are, replicas=2")
+    _refuse_combinations(checked.settings, replicas=replicas is not None, experts=experts is not None, parts=parts)
     axis = levels = None
-    if replicas is not None and settings.cuts_over_replicas:
+    if replicas is not None and checked.settings.cuts_over_replicas:
         kind = "nccl" if ranks.kind == "nccl" else "sockets"  # between machines
         levels = ranks, PlannedRanks(replicas.world_size, kind)
         ranks = PlannedRanks(ranks.world_size * replicas.world_size, kind)
     elif replicas is not None:
         axis = Replicas(replicas)
-    layouts = plan_layouts(checked, ranks, experts)
-    engine = make_engine(checked, layouts, Connected(ranks, axis, experts, levels), lambda layout, flat_params: None)
+    engine = _make_engine(checked, Connected(ranks, axis, experts, levels), lambda layout, flat_params: None)
     engine.predict_ends()
     return engine
 
@@ -306,7 +283,7 @@ def check_model(
 ) -> Checked:
     """Check everything that needs no other rank. Ties again what ``init_empty_weights`` has untied.
 
-    Args and errors: see `accept_model`.
+    Args and errors: see `_accept_model`.
     """
     _check_module(module)
     if all(param.is_meta for param in params_of(module).values()):
@@ -364,9 +341,19 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
     if who is None:
         who = groups_of(resolve_group(device))
     has_host = settings.offload is not None
-    problem = _problem_of_host(who, device) if has_host else None
-    if settings.cuts_over_replicas and problem is None:
-        problem = _problem_of_levels(who, settings)
+    problem: ConfigError | None = None
+    try:
+        if has_host and not has_streams(device):
+            where = f"the model trains on {device}, whose memory is the host's"
+            raise ConfigError(f'offload="state": {where}: leave it out')
+        has = {"experts": who.experts is not None, "parts": who.tensor_parallel is not None}
+        _refuse_combinations(settings, replicas=who.replicate is not None, **has)
+        if settings.cuts_over_replicas and who.replicate is not None:
+            size, everyone = who.shard.size(), dist.get_process_group_ranks(who.all_ranks)
+            if dist.get_process_group_ranks(who.shard) != everyone[who.replica * size : (who.replica + 1) * size]:
+                raise ConfigError(f"{_cut_by(settings)}: wanted a mesh whose ranks ascend, row by row")
+    except ConfigError as error:
+        problem = error
     refuse_together(who.all_ranks, problem)
     raise_if(problem)
     streams = Streams(device, has_host=has_host)
@@ -385,34 +372,23 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
     return Connected(ranks, replicas, experts)
 
 
-def _problem_of_levels(who: Groups, settings: Settings) -> ConfigError | None:
-    """Why state cannot be cut over replicas too; None: it can."""
-    name = "shard_over_replicas=True"
-    if who.replicate is None:
-        told = f"{name} without replicas: give a 2-D mesh, replicate x shard, or leave it away"
-        return ConfigError(told) if settings.shard_over_replicas else None
-    if not settings.shard_over_replicas:
-        name = "sums_in_rank_order=True with replicas, which cuts state over them too"
-    if who.tensor_parallel is not None or who.experts is not None:
+def _refuse_combinations(settings: Settings, *, replicas: bool, experts: bool, parts: bool) -> None:
+    """Raise a `ConfigError` if state cannot lie where `settings` say, with replicas or DTensors (experts, or parts)."""
+    if settings.offload is not None and (experts or replicas):
+        raise ConfigError(_EXPERTS_STAY if experts else _REPLICAS_STAY)
+    if settings.shard_over_replicas and not replicas:
+        what = "shard_over_replicas=True without replicas"
+        raise ConfigError(f"{what}: give a 2-D mesh, replicate x shard (a plan: replicas=2), or leave it away")
+    if settings.cuts_over_replicas and replicas and (experts or parts):
         advice = "leave it away, or give a 1-D mesh of the ranks with the same part"
-        return ConfigError(f"{name}, and the model has DTensors: {advice}")
-    if settings.offload is not None:
-        return ConfigError(_REPLICAS_STAY)
-    size, everyone = who.shard.size(), dist.get_process_group_ranks(who.all_ranks)
-    if dist.get_process_group_ranks(who.shard) != everyone[who.replica * size : (who.replica + 1) * size]:
-        return ConfigError(f"{name}: wanted a mesh whose ranks ascend, row by row")
-    return None
+        raise ConfigError(f"{_cut_by(settings)}, and the model has DTensors: {advice}")
 
 
-def _problem_of_host(who: Groups, device: torch.device) -> ConfigError | None:
-    """Why state cannot lie in host memory; None: it can."""
-    if not has_streams(device):
-        return ConfigError(f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it out')
-    if who.experts is not None:
-        return ConfigError(_EXPERTS_STAY)
-    if who.replicate is not None:
-        return ConfigError(_REPLICAS_STAY)
-    return None
+def _cut_by(settings: Settings) -> str:
+    """The setting that cuts state over replicas, in words."""
+    if settings.shard_over_replicas:
+        return "shard_over_replicas=True"
+    return "sums_in_rank_order=True with replicas, which cuts state over them too"
 
 
 def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked) -> None:

@@ -143,7 +143,7 @@ class Planner(NamedTuple):
         experts = PlannedRanks(ranks.world_size // ranks.ep, ranks.transport) if ranks.ep > 1 else None
         others = PlannedRanks(ranks.world_size // ranks.tp, ranks.transport)
         replicas = PlannedRanks(ranks.replicas, ranks.transport) if ranks.replicas > 1 else None
-        return plan_engine(self.checked._replace(settings=changed), others, experts, replicas)
+        return plan_engine(self.checked._replace(settings=changed), others, experts, replicas, parts=ranks.tp > 1)
 
     def stage(self, name: str, weights: SlotCount, grads: GradSlots = None) -> Stage:
         """Memory and communication with so many slots."""

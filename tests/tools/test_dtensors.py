@@ -230,6 +230,9 @@ def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert not dist.is_initialized()
     with pytest.raises(ShardingError, match="whose ranks shard the model: wanted experts stacked along dim 0"):
         plan(build_parts, 4, ep=2)
+    for build, size in ((build_parts, "tp"), (build_experts, "ep")):
+        with pytest.raises(ConfigError, match="shard_over_replicas=True, and the model has DTensors: leave it away"):
+            plan(build, 4, replicas=2, shard_over_replicas=True, **{size: 2})  # type: ignore[arg-type]
 
 
 def without_a_mesh() -> nn.Module:

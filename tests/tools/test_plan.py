@@ -450,7 +450,7 @@ def test_arguments_that_a_plan_cannot_have_are_named() -> None:
     for given, told in (
         ({"mesh": None}, "mesh: a plan is of the ranks that share one replica.*world_size"),
         ({"replicas": 0}, "replicas=0: wanted a positive number"),
-        ({"shard_over_replicas": True}, "shard_over_replicas=True without replicas: say how many"),
+        ({"shard_over_replicas": True}, "shard_over_replicas=True without replicas: .*replicas=2"),
         ({"replicas": 2, "offload": "state"}, "a 2-D mesh: averages over replicas would need main grads on the device"),
         ({"weight_slot": 3}, "weight_slot is no argument of StreamShard: .* Did you mean 'weight_slots'"),
         ({"accumulate": 1}, "accumulate=1: wanted the number of micro-batches of a step, at least 2"),
