@@ -544,7 +544,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("MicroBatch.begin_segment", Drop("self._leaves.clear()"), _LAYER_MAJOR),
         ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), "accumulate:contexts"),
         ("MicroBatch._run_part_backward", Drop("roots.update("), _LAYER_MAJOR),
-        ("MicroBatch._keep", Swap("dense[place] + grad if place in dense else grad", "grad"), _LAYER_MAJOR),
+        ("MicroBatch._keep", Swap("dense[param] + grad if param in dense else grad", "grad"), _LAYER_MAJOR),
         ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run"),
     ],
     "layer_major/own_state": [

@@ -657,7 +657,7 @@ def test_a_parameter_without_room_for_its_gradient_is_refused(context: RankConte
     model: Any = StreamShard(frozen)
     _loop(model, [(0, 0), (0, 1)])
     model.layers[1].requires_grad_(True)
-    with pytest.raises(ShardingError, match="'layers.1.linear.weight' was frozen when .* Freeze it after StreamShard"):
+    with pytest.raises(ShardingError, match="'layers.1.linear.*' was frozen when .* Freeze it after StreamShard"):
         _accumulate(model, [(1, 0), (1, 1)])
     model = _model_after()
     model.layers[1].requires_grad_(False)

@@ -24,19 +24,21 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from streamshard.core.graph_hooks import refuse_without_room
 from streamshard.core.lookups import Lookup
+from streamshard.core.params import Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, ShardingError, StateError
 from streamshard.guards.weights import WeightGuard, weight_at
 from streamshard.layer_major.own_state import Attributes, ThreadState, Values, take_state
 from streamshard.nested import map_tensors, tensors_in
 from streamshard.planning.structure import replacing
-from streamshard.torch_private import RUN_AUTOGRAD, run_autograd, sequence_number
+from streamshard.torch_private import RUN_AUTOGRAD, AsTensors, run_autograd, sequence_number, set_grad
 
 _CUT = "_streamshard_cut"  # the entry of a tensor's ``__dict__``: its cut
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -63,25 +65,6 @@ class _Cut(torch.autograd.Function):
 _cut: Callable[..., torch.Tensor] = _Cut.apply
 
 
-class Place(NamedTuple):
-    """A parameter of a unit, by their numbers."""
-
-    unit: int
-    param: int
-
-
-class Grads(NamedTuple):
-    """Gradients of one micro-batch that wait until their unit's are added up.
-
-    Attributes:
-        dense: [full shape] compute dtype, of some parameters.
-        lookups: of weights of embeddings.
-    """
-
-    dense: dict[Place, torch.Tensor]
-    lookups: dict[Place, list[Lookup]]
-
-
 class MicroBatch:
     """See the module.
 
@@ -96,7 +79,6 @@ class MicroBatch:
     Attributes:
         unit: the unit before whose layer the forward waits, or whose segment runs; None before the first one.
         is_inside: the forward is inside a call of the model.
-        grads: see `Grads`.
     """
 
     def __init__(
@@ -110,7 +92,6 @@ class MicroBatch:
     ) -> None:
         self.unit: Unit | None = None
         self.is_inside = False
-        self.grads = Grads({}, {})
         self.state = state
         self._forward, self._units, self._last = forward, units, last
         self._device = last.ranks.streams.device
@@ -123,6 +104,9 @@ class MicroBatch:
         self._given: list[tuple[torch.Tensor, Any]] = []  # cuts that the layer has got, and their nodes
         self._left: dict[Edge, torch.Tensor] = {}  # gradients for edges into segments that backward has not run
         self._leaves: dict[int, list[Any]] = {}  # by unit, of the segment that runs
+        # Gradients that wait until their unit's are added up: [full shape] compute dtype, and of weights of embeddings.
+        self._dense: dict[Param, torch.Tensor] = {}
+        self._lookups: dict[Param, list[Lookup]] = {}
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -332,35 +316,40 @@ class MicroBatch:
                     nodes.append(edge[0])
 
     def _keep(self, node: Any, grad: torch.Tensor | None) -> None:
-        """Keep the gradient of a leaf, unless the leaf is the user's own."""
+        """Keep the gradient of a leaf, unless the leaf is the user's own.
+
+        Raises:
+            ShardingError: there is no memory for the gradient of its parameter.
+        """
         guard, number = weight_at(node)
         if guard is None:
             if grad is not None:
                 _add_to_own(node.variable, grad)
             return
-        unit = self._units[guard]
-        place = Place(unit.index, number)
-        if lookups := unit.params[number].lookups:
-            self.grads.lookups.setdefault(place, []).extend(lookups)
-            lookups.clear()
+        param = self._units[guard].params[number]
+        if param.lookups:
+            self._lookups.setdefault(param, []).extend(param.lookups)
+            param.lookups.clear()
         if grad is not None:
-            dense = self.grads.dense
-            dense[place] = dense[place] + grad if place in dense else grad  # not in place: others may hold it
+            refuse_without_room(param)
+            dense = self._dense
+            dense[param] = dense[param] + grad if param in dense else grad  # not in place: others may hold it
 
     def refuse_left(self) -> None:
-        """Raise if gradients wait that no unit has taken."""
-        for place in (*self.grads.dense, *self.grads.lookups):
-            raise StateError(f"the gradient of parameter {place.param} of unit {place.unit}", "left", "a taken one")
+        """Raise if gradients wait that no unit has been given."""
+        for param in (*self._dense, *self._lookups):
+            raise StateError(f"the gradient of {param.name!r}", "left", "a given one")
 
-    def take(self, unit: Unit, at_least: int = 0) -> Grads:
-        """The gradients that wait for parameters of `unit` with so many elements; they wait no more."""
-        dense, lookups = self.grads
-        sizes = (param.layout.numel for param in unit.params)
-        own = [Place(unit.index, number) for number, size in enumerate(sizes) if size >= at_least]
-        return Grads(
-            {place: dense.pop(place) for place in own if place in dense},
-            {place: lookups.pop(place) for place in own if place in lookups},
-        )
+    def give(self, unit: Unit, at_least: int = 0) -> bool:
+        """Give parameters of `unit` with so many elements the gradients that wait for them. Whether there were some."""
+        params = [param for param in unit.params if param.layout.numel >= at_least]
+        waiting = [param for param in params if param in self._dense or param in self._lookups]
+        for param in waiting:
+            param.lookups.extend(self._lookups.pop(param, ()))
+            if (grad := self._dense.pop(param, None)) is not None:
+                with AsTensors():
+                    set_grad(param.unsharded, grad)
+        return bool(waiting)
 
 
 def _refuse_hook(*args: Any) -> NoReturn:

@@ -21,13 +21,11 @@ import torch
 from streamshard.core.backward import Backward
 from streamshard.core.engine import Engine, Graph
 from streamshard.core.forward import begin_forward
-from streamshard.core.graph_hooks import refuse_without_room
 from streamshard.core.unit import Unit
 from streamshard.layer_major.micro_batch import MicroBatch, new_greenlets, refuse_pause
 from streamshard.layer_major.own_state import Attributes, take_state, with_other_numbers
 from streamshard.layer_major.sums import Sums
 from streamshard.planning.structure import replacing
-from streamshard.torch_private import AsTensors, set_grad
 
 # Elements of a parameter of the root unit, such as a tied head, whose gradients do not wait for those of the layers
 # before the turn, with which autograd would add them in half precision: all of them would take too much memory.
@@ -234,17 +232,8 @@ class LayerMajorStep:
 
     def _collect(self, unit: Unit, micro_batch: MicroBatch, *, at_least: int = 0) -> None:
         """Add the gradients of `unit` that `micro_batch` has made, of parameters with so many elements."""
-        dense, lookups = micro_batch.take(unit, at_least)
-        if not dense and not lookups:
-            return
-        for place in dense:
-            refuse_without_room(unit.params[place.param])
-        with AsTensors():
-            for place, grad in dense.items():
-                set_grad(unit.params[place.param].unsharded, grad)
-        for place, found in lookups.items():
-            unit.params[place.param].lookups.extend(found)
-        self._engine.reductions.collect(unit)
+        if micro_batch.give(unit, at_least):
+            self._engine.reductions.collect(unit)
 
 
 def can_run(engine: Engine) -> bool:
