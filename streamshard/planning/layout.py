@@ -269,16 +269,6 @@ class UnitLayout(NamedTuple):
         return sum(flat_param.numel for flat_param in self.flat_params)
 
     @property
-    def stored_numel(self) -> int:
-        """Elements that belong to parameters."""
-        return sum(flat_param.layout.numel for flat_param in self.flat_params)
-
-    @property
-    def padded_numel(self) -> int:
-        """Elements of all flat parameters, padding included."""
-        return sum(flat_param.layout.padded_numel for flat_param in self.flat_params)
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of the unit in a weight slot."""
         return self.flat_params[-1].weights.stop

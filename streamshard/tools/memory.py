@@ -31,7 +31,7 @@ class MemoryReport:
         dropped_bytes: main grads among them that have memory only from their reduction until ``zero_grad()``, and
             scratch that has memory only from the first reduction to the last one.
         numel: elements of all parameters of the model.
-        padded_numel: elements of all flat parameters, with alignment and padding.
+        padding: alignment and padding of all flat parameters, as a share of their other elements.
         world_size: N.
         adam_bytes: Adam's two moments on this rank, which an optimizer holds, not the engine.
         slots: the numbers of slots, and the reason for them.
@@ -41,8 +41,7 @@ class MemoryReport:
 
     held_bytes: Mapping[str, int]
     numel: int
-    stored_numel: int
-    padded_numel: int
+    padding: float
     world_size: int
     adam_bytes: int
     slots: str
@@ -67,8 +66,8 @@ class MemoryReport:
         return sum(self.host_bytes.values())
 
     def __str__(self) -> str:
-        padding = self.padded_numel / self.stored_numel - 1 if self.stored_numel else 0
-        lines = [f"memory of one rank of {self.world_size}; {self.numel:,} parameters in all, padded by {padding:.2%}"]
+        what = f"{self.numel:,} parameters in all, padded by {self.padding:.2%}"
+        lines = [f"memory of one rank of {self.world_size}; {what}"]
         moments, chunks = "(Adam's moments)", "(Adam's chunks)"
         here = {**self.held_bytes, "total": self.total_bytes, moments: self.adam_bytes, chunks: self.chunk_bytes}
         if self.dropped_bytes:
@@ -84,7 +83,7 @@ class MemoryReport:
 
 def report_memory(engine: Engine) -> MemoryReport:
     """The bytes that `engine` holds. See [Note: memory] in `streamshard.planning.memory`."""
-    layouts, ledger = [unit.layout for unit in engine.units], engine.ledger
+    flats, ledger = [flat.layout for unit in engine.units for flat in unit.flat_params], engine.ledger
     held_bytes = {category.value: ledger.held_bytes(category) for category in Category}
     host_bytes = {category.value: ledger.held_bytes(category, is_on_host=True) for category in Category}
     adam_bytes, dropped = [0, 0], 0  # on the device, in host memory
@@ -100,9 +99,8 @@ def report_memory(engine: Engine) -> MemoryReport:
             held_bytes[Category.SCRATCH.value] += scratch.buffer.nbytes - scratch.buffer.untyped_storage().nbytes()
     return MemoryReport(
         held_bytes=held_bytes,
-        numel=sum(layout.numel for layout in layouts),
-        stored_numel=sum(layout.stored_numel for layout in layouts),
-        padded_numel=sum(layout.padded_numel for layout in layouts),
+        numel=sum(unit.layout.numel for unit in engine.units),
+        padding=sum(flat.padded_numel - flat.numel for flat in flats) / max(sum(flat.numel for flat in flats), 1),
         world_size=engine.ranks.world_size,
         adam_bytes=adam_bytes[0],
         slots=engine.why_slots,
