@@ -10,7 +10,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.core.params import FlatParam
 from streamshard.core.slots import GradSlot, Ledger, Scratch, WeightSlot
 from streamshard.core.unit import Home, Unit
-from streamshard.planning.layout import ByteRange, UnitLayout
+from streamshard.planning.layout import UnitLayout
 from streamshard.planning.memory import Category, SlotPlan, largest_of, plan_scratch
 
 # Called with a unit's layout and its flat parameters: copies the model's weights into these, and frees the model's.
@@ -97,7 +97,7 @@ def _grad_slots(
     flat_params: Sequence[Sequence[FlatParam]],
     weight_slots: dict[int, WeightSlot],
     keeps_memory: bool,
-) -> tuple[dict[int, GradSlot], list[list[ByteRange]]]:
+) -> tuple[dict[int, GradSlot], list[list[range]]]:
     """By number, the slots of gradients, in weight slots or buffers of their own; each flat parameter's scratch."""
     streamed = [layout.weight_bytes for layout, each in zip(layouts, plan.is_streamed, strict=True) if each]
     limit = max(streamed, default=max(layout.weight_bytes for layout in layouts))

@@ -30,7 +30,7 @@ from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import be_piece, exchange, put_grad
 from streamshard.guards.sharded_tensor import Life, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
-from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
+from streamshard.planning.layout import FlatParamPlan, ParamLayout
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad
 
@@ -251,7 +251,7 @@ class FlatParam:
         kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
         self._use_slot(slot)
         if wire is not None and kind.wire_dtype is not kind.compute_dtype:
-            self.gathered = wire.narrow(0, *plan.wire).view(kind.wire_dtype)
+            self.gathered = _part(wire, plan.wire, kind.wire_dtype)
         own = self._own_part
         if keeps_slot and is_sent_as_is and self.gathered is self.weights and not self.is_outer:
             self.main = own
@@ -284,7 +284,7 @@ class FlatParam:
         return tensor.view(parts, tensor.numel() // parts).unbind() if parts > 1 else (tensor,)
 
     def _use_slot(self, slot: WeightSlot) -> None:
-        self.weights = self.gathered = slot.buffer.narrow(0, *self._plan.weights).view(self.kind.compute_dtype)
+        self.weights = self.gathered = _part(slot.buffer, self._plan.weights, self.kind.compute_dtype)
 
     def _make_gathers(self) -> None:
         """Make `gather` and `unit_gathers`. Called again when the unit goes over to another slot."""
@@ -334,11 +334,11 @@ class FlatParam:
 
     def move_grads(self, slot: GradSlot) -> None:
         """Go over to `slot`, which is empty."""
-        self.grads = slot.buffer.narrow(0, *self._plan.grads).view(self.kind.grad_dtype)
+        self.grads = _part(slot.buffer, self._plan.grads, self.kind.grad_dtype)
         for param in self.params:
             param.in_slot = self.part_of(self.grads, param.layout)
 
-    def allocate_grads(self, slot: GradSlot, scratch: ByteRange, *, keeps_slot: bool, keeps_memory: bool) -> None:
+    def allocate_grads(self, slot: GradSlot, scratch: range, *, keeps_slot: bool, keeps_memory: bool) -> None:
         """Allocate memory for the gradients of a flat parameter that trains.
 
         Args:
@@ -348,8 +348,8 @@ class FlatParam:
             keeps_memory: main grads always have memory. In host memory and in slots they have in any case.
         """
         numel, dtype = self.layout.shard_numel, self.kind.grad_dtype
-        self.grads = slot.buffer.narrow(0, *self._plan.grads).view(dtype)
-        self.scratch = slot.scratch.buffer.narrow(0, *scratch).view(dtype)
+        self.grads = _part(slot.buffer, self._plan.grads, dtype)
+        self.scratch = _part(slot.scratch.buffer, scratch, dtype)
         self.is_main_in_slot = keeps_slot and dtype is torch.float32
         self.may_drop = not (keeps_memory or self.is_main_in_slot or self.is_on_host)
         if self.is_main_in_slot:
@@ -467,3 +467,8 @@ def _put_under(param: nn.Parameter, form: Form, main_weights: torch.Tensor, *, i
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(fresh, hooks, getattr(param, hooks))
     exchange(param, fresh, form.part)
+
+
+def _part(buffer: torch.Tensor, place: range, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes `place` of `buffer` [n_bytes] uint8, as 1-D `dtype`."""
+    return buffer.narrow(0, place.start, len(place)).view(dtype)

@@ -211,18 +211,6 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
     return FlatParamKind(trains, compute, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
 
 
-class ByteRange(NamedTuple):
-    """A range of a buffer, in bytes."""
-
-    start: int
-    size: int
-
-    @property
-    def stop(self) -> int:
-        """Behind the last byte."""
-        return self.start + self.size
-
-
 class FlatParamPlan(NamedTuple):
     """One flat parameter, and where it lies.
 
@@ -232,9 +220,9 @@ class FlatParamPlan(NamedTuple):
         found: its parameters, as they were before sharding.
         numel: how many they are. A packed element may hold several.
         layout: where they lie.
-        weights: in the unit's weight slot: ``padded_numel`` elements of the compute dtype.
-        wire: in the wire buffer beside the slot; empty if it is all-gathered in the compute dtype.
-        grads: in the slot of the unit's gradients; empty if it is frozen.
+        weights: bytes of the unit's weight slot: ``padded_numel`` elements of the compute dtype.
+        wire: bytes of the wire buffer beside the slot; empty if it is all-gathered in the compute dtype.
+        grads: bytes of the slot of the unit's gradients; empty if it is frozen.
     """
 
     tag: int
@@ -242,9 +230,9 @@ class FlatParamPlan(NamedTuple):
     found: Sequence[FoundParam]
     numel: int
     layout: FlatParamLayout
-    weights: ByteRange
-    wire: ByteRange
-    grads: ByteRange
+    weights: range
+    wire: range
+    grads: range
 
 
 class UnitLayout(NamedTuple):
@@ -300,7 +288,7 @@ def plan_units(
     tags = itertools.count()
     for unit in units:
         flat_params: list[FlatParamPlan] = []
-        weights = wire = grads = ByteRange(0, 0)
+        weights = wire = grads = range(0)
         for kind, params in _by_kind(unit.params, precision, in_fp32):
             n_ranks = expert_ranks if kind.is_expert else world_size
             if n_ranks == 1:
@@ -311,9 +299,9 @@ def plan_units(
             sizes = [ParamLayout(p.names[0], tuple(m.shape)) for p, m in zip(params, memory, strict=True)]
             layout = plan_flat_param(sizes, n_ranks, align_pieces_to=align_pieces_to)
             numel, is_wire = layout.padded_numel, kind.wire_dtype is not kind.compute_dtype
-            weights = ByteRange(weights.stop, numel * kind.compute_dtype.itemsize)
-            wire = ByteRange(wire.stop, is_wire * numel * kind.wire_dtype.itemsize)
-            grads = ByteRange(grads.stop, kind.trains * numel * kind.grad_dtype.itemsize)
+            weights = range(weights.stop, weights.stop + numel * kind.compute_dtype.itemsize)
+            wire = range(wire.stop, wire.stop + is_wire * numel * kind.wire_dtype.itemsize)
+            grads = range(grads.stop, grads.stop + kind.trains * numel * kind.grad_dtype.itemsize)
             count = sum(form_of(each.param).numel(each.param) for each in params)
             flat_params.append(FlatParamPlan(next(tags), kind, params, count, layout, weights, wire, grads))
         layouts.append(UnitLayout(unit.name, tuple(flat_params)))

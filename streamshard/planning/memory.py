@@ -66,7 +66,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from streamshard.config import GradSlots, SlotCount
-from streamshard.planning.layout import ByteRange, UnitLayout
+from streamshard.planning.layout import UnitLayout
 
 _WORTH_TURNS = 8  # a head of less than 1/8 of a block does not cost a further all-gather of a block
 
@@ -195,17 +195,17 @@ class Category(enum.Enum):
     NORMS = "norms"
 
 
-def plan_scratch(unit: UnitLayout, numels: Iterable[int]) -> list[ByteRange]:
-    """Where the reductions of each flat parameter have their part of the unit's scratch.
+def plan_scratch(unit: UnitLayout, numels: Iterable[int]) -> list[range]:
+    """The bytes of the unit's scratch that the reductions of each flat parameter use.
 
     Args:
         unit: the unit.
         numels: for each flat parameter that trains, elements of its `grad_dtype`; see `Transport.scratch_numel`.
     """
-    ranges = [ByteRange(0, 0)]
+    ranges, stop = list[range](), 0
     for flat, numel in zip(unit.flat_params, numels, strict=True):
-        ranges.append(ByteRange(ranges[-1].stop, flat.kind.trains * numel * flat.kind.grad_dtype.itemsize))
-    return ranges[1:]
+        ranges.append(range(stop, stop := stop + flat.kind.trains * numel * flat.kind.grad_dtype.itemsize))
+    return ranges
 
 
 def plan_host(layouts: Sequence[UnitLayout], device_bytes: int) -> list[bool]:
