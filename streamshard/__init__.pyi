@@ -1,0 +1,33 @@
+from streamshard import checkpoint as checkpoint
+from streamshard import errors as errors
+from streamshard import optim as optim
+from streamshard.api import StreamShard as StreamShard
+from streamshard.checkpoint.directory import latest as latest
+from streamshard.checkpoint.export import export_safetensors as export_safetensors
+from streamshard.checkpoint.export import load_safetensors as load_safetensors
+from streamshard.checkpoint.optimizer_state import full_optimizer_state_dict as full_optimizer_state_dict
+from streamshard.checkpoint.optimizer_state import load_optimizer_state_dict as load_optimizer_state_dict
+from streamshard.checkpoint.restore import Loaded as Loaded
+from streamshard.checkpoint.restore import load_checkpoint as load_checkpoint
+from streamshard.checkpoint.save import save_checkpoint as save_checkpoint
+from streamshard.checkpoint.saving import Saving as Saving
+from streamshard.checkpoint.stop_on_signal import StopOnSignal as StopOnSignal
+from streamshard.config import Precision as Precision
+from streamshard.core.edge import register_forward_method as register_forward_method
+from streamshard.errors import CheckpointError as CheckpointError
+from streamshard.errors import CommunicationError as CommunicationError
+from streamshard.errors import ConfigError as ConfigError
+from streamshard.errors import OptimizerError as OptimizerError
+from streamshard.errors import RankMismatchError as RankMismatchError
+from streamshard.errors import ShardingError as ShardingError
+from streamshard.errors import StreamShardError as StreamShardError
+from streamshard.errors import UnitError as UnitError
+from streamshard.initialise import init_weights as init_weights
+from streamshard.integrations.run_log import RunLog as RunLog
+from streamshard.optim.wrappers import DistributedOptimizer as DistributedOptimizer
+from streamshard.optim.wrappers import LocalSGD as LocalSGD
+from streamshard.tools.fingerprints import fingerprints as fingerprints
+from streamshard.tools.plan import plan as plan
+from streamshard.tools.trace import trace as trace
+
+__version__: str
