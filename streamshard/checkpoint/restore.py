@@ -234,16 +234,16 @@ class LoadPlan:
 
     def _load_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:
         """This rank's piece of a saved tensor in an object of the user's. It is cut as the parameter `of`."""
-        params = (param for _, engine in self._parts.models.values() for param in engine.params)
         found = self._tensors[tensor]
-        param = next((each for each in params if each.name == of and each.piece.shape == found.shape), None)
-        if param is None:
-            self._wrong.append(f"{what}: {tensor!r} is cut as parameter {of!r} of shape {list(found.shape)}")
-            return torch.empty(0)
-        piece = param.piece
-        local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.sharded.device)
-        copy_ranges(self._files.find(tensor, piece.start, local.view(-1), piece.box))
-        return ShardedTensor.wrap(local, piece)
+        params = ((engine, param) for _, engine in self._parts.models.values() for param in engine.params)
+        for engine, param in params:
+            if param.name == of and (piece := param.piece).shape == found.shape:
+                local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.sharded.device)
+                tensor = self._of_replica(engine, tensor)
+                copy_ranges(self._files.find(tensor, piece.start, local.view(-1), piece.box))
+                return ShardedTensor.wrap(local, piece)
+        self._wrong.append(f"{what}: {tensor!r} is cut as parameter {of!r} of shape {list(found.shape)}")
+        return torch.empty(0)
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks

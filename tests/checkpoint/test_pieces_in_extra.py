@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import CheckpointError, StreamShard, load_checkpoint, save_checkpoint
+from streamshard import CheckpointError, LocalSGD, StreamShard, load_checkpoint, save_checkpoint
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, seed, sgd, stack_step
+from tests.reference import FP32, Call, piece_of, seed, sgd, stack_step
 
 
 class Average:
@@ -76,6 +77,24 @@ def test_averages_of_weights_load_on_other_numbers_of_ranks(ranks: Any, tmp_path
     wanted = ranks(2).run(_saved, tmp_path)[0]
     for size in (1, 3):
         ranks(size).run(_loaded, tmp_path, wanted)
+
+
+@on_ranks(4)
+def test_each_replica_of_local_sgd_gets_its_own_averages(context: RankContext, tmp_path: Path) -> None:
+    seed(1)
+    model: Any = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", (2, 2)))
+    optimizer = LocalSGD(sgd(model), model, period=100, warmup_steps=1)
+    average = Average(model)
+    for step in range(3):
+        stack_step(model, Call(step, context.rank, 4, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.step(model)
+    save_checkpoint(tmp_path, model, optimizer, {"average": average})
+    other = Average(model)
+    load_checkpoint(tmp_path, model, optimizer, {"average": other})
+    for wanted, found in zip(average.shadows, other.shadows, strict=True):
+        assert torch.equal(piece_of(found), piece_of(wanted))
 
 
 @on_ranks(2)
