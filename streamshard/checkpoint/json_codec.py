@@ -121,6 +121,20 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
     return {_KIND: kind, "value": items}
 
 
+def with_pieces(saved: Any, own: Any) -> Any:
+    """JSON `saved`, with a piece in the place of each full tensor where JSON `own` of the same object has a piece.
+
+    One rank has saved averages of weights as full tensors, and each of several ranks takes its piece.
+    """
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [*map(with_pieces, saved, own)]
+    if not isinstance(saved, dict) or not isinstance(own, dict):
+        return saved
+    if (saved.get(_KIND), own.get(_KIND)) == ("tensor", "piece"):
+        return {**own, "tensor": saved["tensor"]}
+    return {key: with_pieces(each, own.get(key)) for key, each in saved.items()}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The dtype's name, such as ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")

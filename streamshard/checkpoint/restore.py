@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from streamshard.checkpoint.block_state import extent_of, put_together
 from streamshard.checkpoint.directory import is_gone, open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece, fill_buffers, local_pieces, saved_names
-from streamshard.checkpoint.json_codec import CPU, decode
+from streamshard.checkpoint.json_codec import CPU, decode, encode, with_pieces
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owner_ranks, steps_here
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, class_name, facts_of, has_state
@@ -267,8 +267,13 @@ class LoadPlan:
                 self._plan_tree(name, saved[0])
 
     def _plan_tree(self, name: str, saved: Any) -> None:
-        value = decode(saved, self._files.read_whole, self._device, partial(self._load_piece, name))
         mine: Any = self._parts.trees.get(name)
+        params = (param for _, engine in self._parts.models.values() for param in engine.params)
+        cut = {param.piece.shape for param in params if not param.piece.is_ordinary}
+        # Not of every object: a data loader's state_dict() may start its workers.
+        if has_state(mine) and any(self._tensors[each].shape in cut for each in self._tensors if each.startswith(name)):
+            saved = with_pieces(saved, encode(mine.state_dict(), name, keeps_pieces=True)[0])
+        value = decode(saved, self._files.read_whole, self._device, partial(self._load_piece, name))
         if has_state(mine):
             self.loads.append(partial(mine.load_state_dict, value))
             value = mine

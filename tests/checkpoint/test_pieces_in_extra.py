@@ -73,10 +73,11 @@ def _loaded(context: RankContext, path: Path, wanted: dict[str, Tensor]) -> None
 
 
 def test_averages_of_weights_load_on_other_numbers_of_ranks(ranks: Any, tmp_path: Path) -> None:
-    """To the bit, from two ranks to one and three."""
-    wanted = ranks(2).run(_saved, tmp_path)[0]
-    for size in (1, 3):
-        ranks(size).run(_loaded, tmp_path, wanted)
+    """To the bit, from two ranks to one and three, and from one, where they are full tensors, to two."""
+    for saved_by, loaded_by in ((2, (1, 3)), (1, (2,))):
+        wanted = ranks(saved_by).run(_saved, tmp_path)[0]
+        for size in loaded_by:
+            ranks(size).run(_loaded, tmp_path, wanted)
 
 
 @on_ranks(4)
