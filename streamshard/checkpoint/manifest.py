@@ -150,6 +150,16 @@ def runs_in(box: Box, start: int, numel: int) -> Iterator[tuple[int, int]]:
     yield from contiguous_runs(part_of(whole, box), start, numel)
 
 
+def place_in(box: Box, element: int) -> int:
+    """How many elements of a flattened `box` lie before `element` of the whole tensor."""
+    place = 0
+    for dim, (start, length, _) in enumerate(box):
+        at, element = divmod(element, math.prod(size for *_, size in box[dim + 1 :]))
+        place = place * length + min(max(at - start, 0), length)
+        element *= start <= at < start + length
+    return place if box else element
+
+
 def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
     """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
     dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]

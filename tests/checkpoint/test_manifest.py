@@ -29,11 +29,13 @@ from streamshard.checkpoint.manifest import (
     TensorRecord,
     are_tiles,
     join_records,
+    place_in,
     read_manifest,
 )
 from streamshard.checkpoint.safetensors_file import FileRecord, copy_ranges, verify_files
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError, log
+from streamshard.forms import part_of
 from tests.checkpoint.crafted import few_files, rewrite, write_body
 from tests.checkpoint.runs import start, steps, weights_of
 from tests.models import Stack
@@ -165,6 +167,14 @@ def test_boxes_are_tiles_if_each_element_is_in_one_of_them() -> None:
         assert are_tiles(shape, boxes) == once, (shape, boxes)
         seen.add(once)
     assert seen == {True, False}
+
+
+def test_places_in_boxes_are_those_that_are_counted() -> None:
+    for box in ((), ((2, 3, 6),), ((1, 2, 4), (0, 3, 3), (2, 1, 5)), ((3, 1, 4), (1, 0, 3))):
+        sizes = [size for *_, size in box] or [6]
+        inside = part_of(torch.arange(math.prod(sizes)), box).reshape(-1)
+        for element in range(math.prod(sizes) + 1):
+            assert place_in(box, element) == int((inside < element).sum()), (box, element)
 
 
 VERSIONS = dict.fromkeys(("streamshard", "torch", "saved_at"), "0")
