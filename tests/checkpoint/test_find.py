@@ -19,7 +19,7 @@ from streamshard.checkpoint import directory, manifest, safetensors_file
 from streamshard.checkpoint.directory import open_intact, remove_partial
 from streamshard.checkpoint.manifest import MAX_GENERATION
 from streamshard.checkpoint.safetensors_file import OpenFiles
-from streamshard.checkpoint.storage import MANIFEST_NAME, MAX_TEXT_BYTES
+from streamshard.checkpoint.storage import MANIFEST_NAME
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
 from tests.checkpoint.crafted import FILE, begin, publish, put, rewrite
@@ -61,7 +61,6 @@ def _edit(manifest: Path) -> None:
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "no manifest": lambda checkpoint: os.unlink(checkpoint / MANIFEST_NAME),
-    "a manifest that is too large": lambda checkpoint: os.truncate(checkpoint / MANIFEST_NAME, MAX_TEXT_BYTES + 1),
     "a manifest that is a directory": _replace_manifest(os.mkdir),
     "a manifest that is a pipe": _replace_manifest(os.mkfifo),
     "a manifest that is a device": _replace_manifest(lambda path: path.symlink_to("/dev/zero")),
