@@ -29,7 +29,6 @@ from streamshard.core.optimizer_kinds import params_in, steps_whole
 from streamshard.core.params import Param
 from streamshard.core.state_pieces import take_over_state
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
-from streamshard.forms import part_of
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
@@ -136,8 +135,7 @@ def _own_pieces(tensors: Mapping[str, torch.Tensor], param: Param, moments: Coll
         if name not in moments and not (is_part(name) and math.prod(extent.local_shape) == data.numel()):
             others.append(name)
         elif not param.local.start or extent.shape != extent.local_shape:  # the first rank saves a tensor that all have
-            place = extent.start, data.reshape(-1), extent.box, not param.piece.counts
-            own.append(TensorPiece(name, extent.shape, *place))
+            own.append(TensorPiece.of(name, extent, data.reshape(-1)))
     if others:
         raise ShardingError(
             f"{', '.join(sorted(others))}: tensors without one number for each element of the parameter, which ranks "
@@ -419,5 +417,4 @@ def _piece_of(full: Mapping[str, torch.Tensor], param: Param | None, name: str, 
         advice = "load state of an optimizer of the same parameters"
         shapes = f"has shape {tuple(whole.shape)}, {param.name!r} has {param.piece.shape}"
         raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
-    part = part_of(whole, extent.box).reshape(-1)[extent.start :][: math.prod(extent.local_shape)]
-    return part.view(extent.local_shape).to(where, copy=True)
+    return extent.cut(whole).to(where)

@@ -227,9 +227,7 @@ class LoadPlan:
         extent = extent_of(saved, shard, found.shape)
         shape = extent.local_shape if found.shape == extent.shape else (0,)  # else `_plan_piece` notes the mismatch
         piece = torch.empty(shape, dtype=found.dtype, device=shard.sharded.device)
-        self._plan_piece(
-            f"{name}: {saved!r}", TensorPiece(tensor, extent.shape, extent.start, piece.view(-1), extent.box)
-        )
+        self._plan_piece(f"{name}: {saved!r}", TensorPiece.of(tensor, extent, piece))
         return piece
 
     def _load_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:
