@@ -5,10 +5,10 @@ publishes it.
 
 [Note: whole and intact]
 A checkpoint is *whole* if its manifest can be read and used, and all files are there with their recorded sizes. It is
-*intact* if the files also match their checksums and have the tensors that the manifest names. Saves and `latest` look
-for whole checkpoints, and read no tensors. Loads look for intact checkpoints, before anything changes. A checkpoint
-that is damaged, or that the system cannot read, stops no save and no load of another one, and is never deleted. If a
-process lacks memory or file descriptors, nothing is said of the checkpoint: the save or load raises.
+*intact* if the files also match their checksums. Saves and `latest` look for whole checkpoints, and read no tensors.
+Loads look for intact checkpoints, before anything changes. A checkpoint that is damaged, or that the system cannot
+read, stops no save and no load of another one, and is never deleted. If a process lacks memory or file descriptors,
+nothing is said of the checkpoint: the save or load raises.
 
 [Note: how a checkpoint appears]
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
 from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
+from streamshard.checkpoint.safetensors_file import verify_files
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Partial, number_in, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
 from streamshard.errors import CheckpointError, StreamShardError, describe, is_shortage, log, printable
@@ -226,9 +227,9 @@ def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:
     manifest = run_on_all_ranks(ranks, "load", find, at=path)
     if not ranks.are_equal("compare checkpoints", repr((manifest.files, manifest.versions))):
         raise CheckpointError(f"ranks see different checkpoints at {path}: put it on storage that all ranks share")
-    files = CheckpointFiles(path, manifest)
-    run_on_all_ranks(ranks, "verify", lambda: files.verify(ranks.total_rank, ranks.total_size), at=path)
-    return files
+    share = ranks.total_rank, ranks.total_size
+    run_on_all_ranks(ranks, "verify", lambda: verify_files(path, manifest.files, *share), at=path)
+    return CheckpointFiles(path, manifest)
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -34,7 +34,6 @@ from streamshard.checkpoint.safetensors_file import (
     OpenFiles,
     StoredTensor,
     copy_ranges,
-    verify_files,
 )
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, storage_of
 from streamshard.errors import CheckpointError
@@ -325,19 +324,6 @@ class CheckpointFiles(OpenFiles):
     def __init__(self, path: Location, manifest: Manifest) -> None:
         super().__init__(path)
         self.manifest = manifest
-
-    def verify(self, share: int, shares: int) -> None:
-        """Compare an equal share of the files, number `share` of `shares`, with their checksums and with the manifest.
-
-        Raises:
-            CheckpointError: names a damaged file.
-            OSError: the system cannot read a file.
-        """
-        verify_files(self.root, self.manifest.files, share, shares)
-        for name, record in self.manifest.tensors.items():
-            for piece in record.pieces:
-                if piece.file % shares == share and piece.start < piece.stop:
-                    self._stored(name, record, piece)
 
     def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> StoredTensor:
         """A piece as stored, 1-D."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from streamshard import latest
-from streamshard.checkpoint import directory, manifest, safetensors_file
+from streamshard.checkpoint import directory, safetensors_file
 from streamshard.checkpoint.directory import open_intact, remove_partial
 from streamshard.checkpoint.manifest import MAX_GENERATION
 from streamshard.checkpoint.safetensors_file import OpenFiles
@@ -168,7 +168,7 @@ def test_a_shortage_in_the_process_makes_no_load_go_back_to_an_older_checkpoint(
             patch.setattr(module, name, call)
             yield
 
-    for module, name in ((directory, "read_manifest"), (manifest, "verify_files")):
+    for module, name in ((directory, "read_manifest"), (directory, "verify_files")):
         with lacking(module, name), pytest.raises((CheckpointError, OSError), match=re.escape(str(lack))):
             open_intact(tmp_path, RankGroup())
     with lacking(safetensors_file, "safe_open"), pytest.raises(type(lack)):

@@ -97,21 +97,18 @@ def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_cha
 def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
     """The result names the others on every rank, and the log on the first."""
     run = start(0)
-    for step in (2, 3, 4):
+    for step in (2, 4):
         save_checkpoint(tmp_path, *run, step=step)
-    paths = {step: tmp_path / f"checkpoint-{step}" for step in (2, 3, 4)}
+    paths = {step: tmp_path / f"checkpoint-{step}" for step in (2, 4)}
     if context.rank == 0:
         _flip_last(paths[4] / "rank-00001-of-00002.safetensors")
-        # Files that match their checksums, and not the list of tensors.
-        rewrite(paths[3], lambda content: _set(content, "tensors", "model/norm.bias", "dtype", "int32"))
     dist.barrier()
     with mock.patch.object(log, "warning") as warn:
         loaded = load_checkpoint(tmp_path, *run)
-        assert warn.call_count == (2 if context.rank == 0 else 0)
+        assert warn.call_count == (1 if context.rank == 0 else 0)
     assert loaded.path == paths[2]
-    assert loaded.passed_over.keys() == {paths[3], paths[4]}
+    assert loaded.passed_over.keys() == {paths[4]}
     assert "is damaged: its checksums differ" in loaded.passed_over[paths[4]]
-    assert "safetensors does not have the piece of" in loaded.passed_over[paths[3]]
     words = f"checkpoint-4/rank-00001.* is damaged: .* Give its directory, {tmp_path}, for the newest intact"
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(paths[4], *run)
@@ -244,18 +241,13 @@ STRANGE: dict[str, Callable[[Any], object]] = {
     "pieces of a tensor that there is not": lambda c: _set(c, *TENSOR, "pieces", "w"),
     "a key with a command": lambda c: c.update({"\x1b[2K": 1}),
 }
-# What it says of the files' contents.
-STRANGE_FILES: dict[str, Callable[[Any], object]] = {
+# What it says of the files' contents and of the run.
+STRANGE_VALUES: dict[str, Callable[[Any], object]] = {
     "a file that there is not": lambda c: _set(c, *TENSOR, "pieces", [[7, 0, 2]]),
     "a shape that is too large": lambda c: c["tensors"]["extra.values[0]"].update(
         shape=[1 << 40], pieces=[[0, 0, 1 << 40]]
     ),
-    "tensors that the file does not have": lambda c: c["tensors"].update(
-        (str(each), {**c["tensors"]["model/layers.0.linear.weight"]}) for each in range(100)
-    ),
-}
-# What it says of the run.
-STRANGE_VALUES: dict[str, Callable[[Any], object]] = {
+    "another dtype than the file has": lambda c: _set(c, "tensors", "model/layers.0.linear.weight", "dtype", "int32"),
     "an attribute of torch": lambda c: _set(c, *TREES, "extra.text", 0, {"$": "dtype", "value": "load"}),
     "a dimension that is too large": lambda c: c["tensors"]["extra.values[0]"].update(shape=[0, 1 << 63], pieces=[]),
     "a value of a tensor that there is not": lambda c: _set(
@@ -273,13 +265,12 @@ def test_a_manifest_of_a_stranger_is_refused_and_passed_over(saved: Path, tmp_pa
     """Nothing is read or written elsewhere, and there is an older checkpoint."""
     strange = tmp_path / "checkpoint-2"
     shutil.copytree(saved, tmp_path / "checkpoint-1")
-    for what, change in (STRANGE | STRANGE_FILES).items():
+    for what, change in STRANGE.items():
         shutil.copytree(saved, strange)
         rewrite(strange, lambda content: content.update(number=2))
         assert latest(tmp_path) == strange
         rewrite(strange, change)
-        told = "could not verify" if what in STRANGE_FILES else f"{strange}/checkpoint.json cannot be used"
-        with case(what), pytest.raises(CheckpointError, match=told) as caught:
+        with case(what), pytest.raises(CheckpointError, match=f"{strange}/checkpoint.json cannot be used") as caught:
             open_intact(strange, RankGroup())
         assert len(str(caught.value)) < 1000
         assert all(line.isprintable() for line in "".join(traceback.format_exception(caught.value)).splitlines())
