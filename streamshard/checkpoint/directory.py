@@ -97,12 +97,9 @@ def survey(directory: Location) -> list[Entry]:
     Raises:
         OSError: the system cannot read the directory.
     """
-    storage = storage_of(directory)
-    inside = [read_entry(directory / name) for name in sorted(storage.complete())]
-    # Another run may delete some.
-    there = [each for each in inside if not each.wrong or each.path.name in storage.names()]
+    inside = [read_entry(directory / name) for name in sorted(storage_of(directory).complete())]
     outer = [read_entry(directory)] if is_checkpoint(directory) else []
-    return sorted(outer + there, key=lambda each: each.order)
+    return sorted(outer + inside, key=lambda each: each.order)
 
 
 def is_checkpoint(directory: Location) -> bool:
@@ -194,8 +191,6 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
             except CheckpointError as error:  # the same on all ranks, except its cause
                 if any(ranks.gather_objects("tell a shortage from damage", is_shortage(error.__cause__))):
                     raise
-                if is_gone(path, ranks):
-                    return open_intact(root, ranks)
                 wrong = str(error)
             else:
                 _warn(failed if ranks.is_first else {})
@@ -205,11 +200,6 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
         raise no_checkpoint(root, failed)
     parent = root.absolute().parent
     raise CheckpointError(f"{failed[root]}. Give its directory, {parent}, for the newest intact checkpoint in there")
-
-
-def is_gone(path: Location, ranks: RankGroup) -> bool:
-    """Whether another run has deleted the checkpoint `path` since it was listed, and has a newer one. Collective."""
-    return run_on_first(ranks, "find a checkpoint", lambda: not storage_of(path).names(), at=path)
 
 
 def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.block_state import extent_of, put_together
-from streamshard.checkpoint.directory import is_gone, open_intact
+from streamshard.checkpoint.directory import open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece, fill_buffers, local_pieces, saved_names
 from streamshard.checkpoint.json_codec import CPU, decode, encode, with_pieces
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
@@ -99,12 +99,7 @@ def load_checkpoint(
         for _, engine in parts.models.values() if parts.optimizers else ():
             if engine.host is not None:
                 loading.enter_context(engine.host.loading())
-        try:
-            plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files, passed_over), at=path)
-        except CheckpointError:
-            if is_gone(path, ranks):
-                return load_checkpoint(directory, model, optimizer, extra)
-            raise
+        plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files, passed_over), at=path)
         run_on_all_ranks(ranks, "load", lambda: [act() for act in plan.loads], at=path)
         # From here on only the storage itself can fail.
         doing, half = "finish loading", f"{path}, and a part of it is loaded now: load again before going on"
