@@ -193,7 +193,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "checkpoint/stop_on_signal": [
         ("StopOnSignal.exit", Drop("run_on_all_ranks"), "stop_on_signal:failed_save"),
-        ("StopOnSignal.requested", Swap("max(noted)", "min(noted)"), "stop_on_signal:nth"),
+        ("StopOnSignal.requested", Swap("max(noted)", "min(noted)"), "stop_on_signal:stops_all"),
         ("_after_fork_in_child", Drop("os.setpgid(0, 0)"), "stop_on_signal:group_of"),
     ],
     "comm/communicator": [
