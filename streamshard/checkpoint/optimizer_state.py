@@ -33,6 +33,7 @@ from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _MESSAGE_BYTES = 1 << 26
+_HAS_STEPPED = "has stepped"
 _REL_TOLERANCE = 1e-6  # two machines may round the cosine of a schedule differently
 
 
@@ -173,67 +174,43 @@ def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communica
     doing = "compare options of the optimizer"
     if ranks.are_equal(doing, json.dumps(options, sort_keys=True)):
         return
-    known = _Known(name)
-    for rank, theirs in enumerate(ranks.gather_objects(doing, options)):
-        groups = theirs["param_groups"]
-        known.add(rank, "the optimizer", {"number of groups": len(groups)})
+    told: list[dict[str, Any]] = []
+    for groups in (theirs["param_groups"] for theirs in ranks.gather_objects(doing, options)):
+        told.append({"the optimizer": {"number of groups": len(groups)}})
         for number, own in enumerate(groups):
             compared = {key: each for key, each in own.items() if key not in _CHANGE_NO_NUMBER}
-            known.add(rank, f"group {number}", {**compared, "params": sorted(own["params"])})
+            told[-1][f"group {number}"] = {**compared, "params": sorted(own["params"])}
+    join_states(name, told)
 
 
 def join_states(name: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """JSON of the state of all parameters, by the parameter's name.
+    """JSON of what ranks say of an optimizer: by parameter or group, and by key.
 
     Args:
         name: the optimizer's name.
         states: by rank, see `LocalState`.
 
     Raises:
-        RankMismatchError: ranks have taken different numbers of steps. Names the state, the parameter, and the values
-            of two ranks.
+        RankMismatchError: ranks say something else, such as other numbers of steps. Names the key, the parameter, and
+            the values of two ranks.
     """
-    known, steps = _Known(name), _Known(name)
+    known: dict[str, dict[str, Any]] = {}
+    first: dict[tuple[str, str], int] = {}  # the first rank that has said so
     for rank, state in enumerate(states):
-        for param, own in state.items():
-            steps.add(rank, param, {"has stepped": bool(own)})
-            known.add(rank, param, own)
-    return known.values
-
-
-class _Known:
-    """What ranks say of an optimizer, of which later ranks may not say something else.
-
-    Args:
-        name: the optimizer's name.
-
-    Attributes:
-        values: by parameter or group, and by key.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.values: dict[str, dict[str, Any]] = {}
-        self._first: dict[tuple[str, str], int] = {}  # the first rank that has said so
-
-    def add(self, rank: int, where: str, found: Mapping[str, Any]) -> None:
-        """Compare what rank number `rank` says with what is known, and add what is new.
-
-        Raises:
-            RankMismatchError: names the two ranks and their values.
-        """
-        known = self.values.setdefault(where, {})
-        if found == known:  # soon: thousands of ranks have pieces of one parameter
-            return
-        for key, value in found.items():
-            first, wanted = self._first.setdefault((where, key), rank), known.setdefault(key, value)
-            if not _are_close(value, wanted):
-                raise RankMismatchError(
-                    f"{self._name}: {key!r} of {where} is {_shown(wanted)} on rank {first} and {_shown(value)} on rank "
-                    f"{rank}, so ranks step their pieces differently. Nothing is written. Use the same options and "
-                    "take the same steps on all ranks; average a loss over ranks before a schedule uses it. Or save "
-                    "without this optimizer"
-                )
+        for where, own in state.items():
+            values, found = known.setdefault(where, {}), {_HAS_STEPPED: bool(own), **own}
+            if found == values:  # soon: thousands of ranks have pieces of one parameter
+                continue
+            for key, value in found.items():
+                other, wanted = first.setdefault((where, key), rank), values.setdefault(key, value)
+                if not _are_close(value, wanted):
+                    raise RankMismatchError(
+                        f"{name}: {key!r} of {where} is {_shown(wanted)} on rank {other} and {_shown(value)} on rank "
+                        f"{rank}, so ranks step their pieces differently. Nothing is written. Use the same options and "
+                        "take the same steps on all ranks; average a loss over ranks before a schedule uses it. Or "
+                        "save without this optimizer"
+                    )
+    return {where: {key: own[key] for key in own if key != _HAS_STEPPED} for where, own in known.items()}
 
 
 def _shown(value: Any) -> Any:

@@ -13,7 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from streamshard.errors import ShardingError
+from streamshard.checkpoint.optimizer_state import join_states
+from streamshard.errors import RankMismatchError, ShardingError
 from tests.models import Layer, NormStack, Stack, stack_of
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, Call, assert_same, built, case, full_weights, sharded_model, stack_step
@@ -171,3 +172,14 @@ def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
     ):
         assert said in str(caught.value)
     assert "size mismatch" not in str(caught.value)
+
+
+def test_what_ranks_say_differently_of_an_optimizer_is_named() -> None:
+    """By the key and the values of two ranks. Ranks without a piece say nothing, and roundings are no difference."""
+    known: dict[str, Any] = {"w": {"step": 1.0}}
+    assert join_states("adam", [known, {}, {"w": {"step": 1 + 1e-9}}]) == known
+    for other, told in (({"step": 2.0}, "'step' of w is 1.0 on rank 0 and 2.0"), ({}, "'has stepped' of w is True")):
+        with pytest.raises(
+            RankMismatchError, match=f"adam: {told}.* on rank 2, so ranks step their pieces differently"
+        ):
+            join_states("adam", [known, {}, {"w": other}])
