@@ -149,7 +149,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "checkpoint/directory": [
         ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),
-        ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
+        ("publish_checkpoint", Swap("time.time_ns()", "0"), "find:meanwhile"),
+        ("publish_checkpoint", Swap("*(each + 1 for each in known)", "0"), "directory:clocks"),
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
         ("read_entry", Drop("check_sizes(path, manifest)"), "find"),
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
@@ -157,7 +158,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("open_intact", Drop("if any(ranks.gather_objects("), "find"),
         ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "find"),
     ],
-    "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],
     "checkpoint/save": [
         ("_save_in_background", Swap("own_ranks.users_group if", "None if"), "restore:destroy"),
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),

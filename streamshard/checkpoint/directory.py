@@ -22,18 +22,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
-from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
+from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, read_manifest
 from streamshard.checkpoint.safetensors_file import verify_files
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Partial, number_in, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
 from streamshard.errors import CheckpointError, StreamShardError, describe, is_shortage, log, printable
-
-_AHEAD = 1 << 20
-"""A checkpoint that cannot be read now may have a generation up to this much larger than the largest known one."""
 
 _Written = TypeVar("_Written")
 _Published = TypeVar("_Published")
@@ -66,7 +64,7 @@ def latest(directory: str | os.PathLike[str]) -> Location | None:
     """The latest whole checkpoint in `directory`, a path or a URL; None if there is none.
 
     A checkpoint is whole if its manifest matches its checksum, and all files are there with their recorded sizes.
-    `load_checkpoint` verifies the files' contents. Generation numbers order the checkpoints, not clocks. The log names
+    `load_checkpoint` verifies the files' contents. Generation numbers order the checkpoints. The log names
     checkpoints that are passed over, and why.
 
     Raises:
@@ -326,7 +324,10 @@ def publish_checkpoint(partial: Location, manifest: Manifest, keep: int | None) 
     directory = partial.parent
     earlier = survey(directory)
     storage = storage_of(directory)
-    text = manifest._replace(generation=_next_generation(earlier)).encode()
+    known = (each.manifest.generation for each in earlier if each.manifest is not None)
+    # The time is larger, too, than the generation of a checkpoint that cannot be read now.
+    generation = max([time.time_ns(), *(each + 1 for each in known)])
+    text = manifest._replace(generation=generation).encode()
     path = storage.publish(partial.name, f"checkpoint-{manifest.number}", text)
     try:
         storage.sync()
@@ -335,19 +336,6 @@ def publish_checkpoint(partial: Location, manifest: Manifest, keep: int | None) 
     except OSError as error:
         log.warning("%s is saved; older ones are not deleted: %s", path, error)
     return path
-
-
-def _next_generation(earlier: Sequence[Entry]) -> int:
-    """One more than the largest generation among `earlier`; far more if the system cannot read one of them now.
-
-    Raises:
-        CheckpointError: the generation would be larger than `MAX_GENERATION`.
-    """
-    known = max((each.manifest.generation for each in earlier if each.manifest is not None), default=0)
-    unread = sum(each.manifest is None and each.may_be_whole for each in earlier)
-    if (generation := known + 1 + unread * _AHEAD) > MAX_GENERATION:
-        raise CheckpointError(f"a checkpoint beside it has generation {known}, the largest there may be: move it away")
-    return generation
 
 
 def _delete_old(paths: Sequence[Location], keep: int) -> None:

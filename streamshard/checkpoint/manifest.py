@@ -40,8 +40,6 @@ from streamshard.errors import CheckpointError
 from streamshard.forms import Box, part_of
 
 FORMAT = 10
-MAX_GENERATION = 1 << 40
-"""No run saves as often. A larger generation is damage: no later checkpoint could be newer."""
 
 _PRIME = (1 << 127) - 1
 _HEAD = '{{"sha256": "{}", "content":\n'
@@ -201,8 +199,8 @@ class Manifest(NamedTuple):
         files: all files except the manifest.
         tensors: by name.
         state: everything except tensors, as JSON.
-        generation: orders the checkpoints of a directory, without clocks: one more than the largest generation in the
-            directory when the checkpoint was published.
+        generation: orders the checkpoints of a directory: the time in nanoseconds when the checkpoint was published, or
+            one more than the largest generation in the directory, if a clock has stepped back.
     """
 
     number: int
@@ -269,8 +267,6 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
     for key, kind in (("number", int), ("world_size", int), ("generation", int), ("versions", dict), ("state", dict)):
         if type(value := getattr(manifest, key)) is not kind:
             raise CheckpointError(f"its {key} is {value!r:.40}, wanted a value of type {kind.__name__}")
-    if manifest.generation > MAX_GENERATION:
-        raise CheckpointError(f"it has generation {manifest.generation}: no save writes these")
     return manifest
 
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,13 @@ def _assert_whole(directory: Path, *names: str) -> None:
         assert (directory / name / FILE).read_bytes() == b"1234"
 
 
-def test_the_last_save_is_the_latest_whatever_clocks_and_numbers_say(tmp_path: Path) -> None:
+def test_the_last_save_is_the_latest_whatever_clocks_and_numbers_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clocks are corrected, and those of machines differ; numbers are the user's. `keep` goes by the same order."""
-    for number, day in ((10, 9), (11, 8), (3, 7), (12, 6)):
-        assert latest(tmp_path) != put(tmp_path, number, f"2026-01-0{day}", keep=2) == latest(tmp_path)
+    for number, now in ((10, 9), (11, 8), (3, 7), (12, 6)):
+        monkeypatch.setattr(time, "time_ns", lambda now=now: now)
+        assert latest(tmp_path) != put(tmp_path, number, keep=2) == latest(tmp_path)
     assert _names(tmp_path) == {"checkpoint-3", "checkpoint-12"}
 
 
