@@ -143,10 +143,10 @@ def check_sizes(directory: Location, manifest: Manifest, share: int = 0, shares:
         CheckpointError: a file is missing, or has another size.
         OSError: the system cannot read a file now.
     """
-    size_of = storage_of(directory).sizes()
+    storage = storage_of(directory)
     for record in manifest.files[share::shares]:
         try:
-            size_bytes = size_of(record.name)
+            size_bytes = storage.size(record.name)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
         if size_bytes != record.size_bytes:

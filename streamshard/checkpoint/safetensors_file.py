@@ -14,7 +14,6 @@ row, always change the checksum.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -289,7 +288,6 @@ class OpenFiles:
         self.root = root
         self.storage = storage_of(root)
         self._opened: dict[str, Any] = {}
-        self._sizes = functools.cache(self.storage.sizes)
 
     def open(self, name: str) -> Any:
         """The library's ``safe_open`` of a file, or a `_RangedFile`.
@@ -303,7 +301,7 @@ class OpenFiles:
                 if (path := self.storage.mapped(name)) is not None:
                     self._opened[name] = safe_open(path, framework="pt")
                 else:
-                    self._opened[name] = _RangedFile(self.storage, name, self._sizes()(name))
+                    self._opened[name] = _RangedFile(self.storage, name, self.storage.size(name))
             except (OSError, *_MALFORMED) as error:  # from None: a traceback may hold commands
                 if is_shortage(error):
                     raise

@@ -109,8 +109,8 @@ class Storage(Protocol):
         """Whether the user's link has this name."""
         return False
 
-    def sizes(self) -> Callable[[str], int]:
-        """A function that gives the bytes of a file. It raises FileNotFoundError if there is no such file."""
+    def size(self, name: str) -> int:
+        """The bytes of a file. An `ObjectStore` lists them once. Raises FileNotFoundError if there is no such file."""
 
     def read(self, *ranges: tuple[str, int, int]) -> list[bytes]:
         """Bytes [start, stop) of files, given the name, start and stop of each range. No range is empty."""
@@ -121,7 +121,7 @@ class Storage(Protocol):
         Raises:
             CheckpointError: it is not a regular file.
         """
-        n_bytes = self.sizes()(name)
+        n_bytes = self.size(name)
         return self.read((name, 0, n_bytes))[0] if n_bytes else b""
 
     def mapped(self, name: str) -> Path | None:

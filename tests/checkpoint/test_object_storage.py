@@ -168,7 +168,7 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> 
     assert latest(str(kept)) == paths[2] and paths[2].name.startswith("checkpoint-3.")
     assert next_number(kept) == 12
     for name in storage_of(paths[2]).names():
-        (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).sizes()(name)))
+        (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).size(name)))
         ObjectStore(kept / "best").put(name, data)
     last = _save(kept, 3, keep=2)
     assert {entry.path for entry in survey(kept)} == {kept / "best", paths[2], last}
@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
         root = kept / f"{what} {name}"
         _save(root, 1)
         path = _save(root, 2)
-        data = storage_of(path).read((name, 0, storage_of(path).sizes()(name)))[0]
+        data = storage_of(path).read((name, 0, storage_of(path).size(name)))[0]
         store = ObjectStore(path)
         store.unlink(name)
         if what == "changed":
