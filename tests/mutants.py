@@ -565,7 +565,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
     ],
-    "optim/averages": [("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages")],
     "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state")],
     "optim/rounds": [
         ("Rounds._compare", Swap("StreamName.COMPUTE", "StreamName.COMM"), "whole_parameters:host_reads"),

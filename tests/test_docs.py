@@ -164,7 +164,7 @@ _SET_UP = {
         importorskip("torchao", reason="needs torchao: pip install streamshard[test]")
     """,
     "docs/guide/optimizers.md": """
-        from streamshard import StreamShard, save_checkpoint
+        from streamshard import StreamShard, load_checkpoint, save_checkpoint
         from streamshard.optim import WholeParameterOptimizer
         directory, Model, loader = "runs", type(model), [batch]
         online, target, predictor = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import multiprocessing
@@ -74,12 +73,8 @@ def test_the_u_net_and_its_average_train_as_under_ddp(context: RankContext) -> N
     models, losses = script["main"](STEPS)
     plain = script["make_model"]()
     wrapped = _ddp(plain)
-    average = AveragedModel(copy.deepcopy(plain), multi_avg_fn=get_ema_multi_avg_fn(script["DECAY"]), use_buffers=False)
-
-    def update_average(step: int) -> None:
-        average.update_parameters(plain)
-
-    wanted = script["train"](wrapped, update_average, STEPS, context.rank)
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(script["DECAY"]))
+    wanted = script["train"](wrapped, average, STEPS, context.rank)
     _assert_same(models, losses, (plain, average.module), wanted)
 
 

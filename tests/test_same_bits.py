@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard, load_checkpoint, save_checkpoint
-from streamshard.optim import WholeParameterOptimizer, update_parameters
+from streamshard.optim import WholeParameterOptimizer
 from tests.models import Adapter, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext
 from tests.reference import FP32, adamw, full_weights, sgd
@@ -134,10 +134,10 @@ def _average(model: Any) -> Tensor:
     """Nothing is clipped: a running average of the weights. Its digest, as a number."""
     average = model.__dict__.get("_average")
     if average is None:
-        average = model.__dict__["_average"] = StreamShard(_model())
-    count = model.__dict__["_count"] = model.__dict__.get("_count", -1) + 1
-    update_parameters(average, model, count, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    return torch.tensor(float(int(_digest(average), 16)), dtype=torch.float64)
+        average = model.__dict__["_average"] = AveragedModel(_model(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        StreamShard(average.module)
+    average.update_parameters(model)
+    return torch.tensor(float(int(_digest(average.module), 16)), dtype=torch.float64)
 
 
 def _fused(model: nn.Module) -> Optimizer:

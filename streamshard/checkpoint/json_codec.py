@@ -40,8 +40,8 @@ def encode(value: Any, path: str, *, keeps_pieces: bool = False) -> tuple[Any, d
     for name in () if keeps_pieces else tensors:
         if piece_of(tensors[name]) is not None:
             raise CheckpointError(
-                f"{name} is one rank's piece of a sharded tensor. Average weights in a second sharded model with "
-                "streamshard.optim.update_parameters, or in an object with state_dict() in extra="
+                f"{name} is one rank's piece of a sharded tensor. Average weights in torch's AveragedModel, made "
+                "before sharding, or in an object with state_dict() in extra="
             )
     return encoded, tensors
 

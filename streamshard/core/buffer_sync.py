@@ -72,10 +72,6 @@ class BufferSync:
             self.sync(source)
         self._is_due = trains
 
-    def expect_changes(self) -> None:
-        """Buffers are changed outside of a forward: the next forward of the whole model broadcasts them."""
-        self._is_due = True
-
     def sync(self, source: int) -> None:
         """Broadcast the persistent buffers of rank number `source` now. Collective."""
         try:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +26,6 @@ from streamshard import (
     load_optimizer_state_dict,
     save_checkpoint,
 )
-from streamshard.optim import update_parameters
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -135,12 +134,12 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
 
 def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any], **function: Any) -> dict[str, Tensor]:
     """The average of a model that trains with `ours`, in a model with `theirs`."""
-    run = Run(context, ours)
-    average: Any = StreamShard(built().to(context.device).requires_grad_(False), precision=FP32, **theirs)
-    for step in range(3):
+    run, average = Run(context, ours), AveragedModel(built().to(context.device).requires_grad_(False), **function)
+    StreamShard(average.module, precision=FP32, **theirs)
+    for _ in range(3):
         run.step()
-        update_parameters(average, run.model, step, **function)
-    return full_weights(average)
+        average.update_parameters(run.model)
+    return full_weights(average.module)
 
 
 @on_ranks(1, 2, backend="of accelerator")
@@ -148,7 +147,7 @@ def test_an_average_may_be_in_other_memory_than_its_model(context: RankContext) 
     """All of it, or, by their budgets, other layers than in the model."""
     partly = OFFLOAD | {"device_budget": "9KB"}
     runs: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-        (RESIDENT, OFFLOAD, {}),
+        (RESIDENT, OFFLOAD, {"multi_avg_fn": get_swa_multi_avg_fn()}),
         (OFFLOAD, RESIDENT, {"avg_fn": get_ema_avg_fn(0.9)}),
         (partly, OFFLOAD, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
     ]
