@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,6 @@ from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-# -- the environment --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +76,6 @@ def test_a_trap_is_a_problem_on_gpus_and_a_note_on_cpus(monkeypatch: pytest.Monk
     assert not any(name in line for line in _found(GPU))
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("played_machine")
 def test_cpu_ranks_are_told_how_many_threads_suit_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset, each of several ranks would take all cores."""
@@ -121,17 +114,13 @@ def test_gpus_are_listed_with_what_slows_them_down(monkeypatch: pytest.MonkeyPat
     assert _found(CPU)[0].startswith(what)
 
 
-# -- measurements -----------------------------------------------------------------------------------------------------
-
-
 def _communicator(device: torch.device = CPU) -> Communicator:
     speed._SECONDS = 0.01  # in this rank
-    assert dist.group.WORLD is not None
     return Communicator(dist.group.WORLD, Streams(device))
 
 
-def _build(**sizes: Any) -> Callable[[], nn.Module]:
-    return lambda: TinyLM(TinyConfig(depth=3, **sizes))
+def _build() -> nn.Module:
+    return TinyLM(TinyConfig(depth=3))
 
 
 @on_ranks(2)
@@ -140,7 +129,7 @@ def test_ranks_measure_what_training_sends(context: RankContext, way: Any) -> No
     """Bytes in the wire's dtype and that of gradients, of the layer's parameters, over each transport."""
     with way():
         ranks = _communicator()
-        layer = Layer(_build(), torch.bfloat16, (2, 4), CPU)
+        layer = Layer(_build, torch.bfloat16, (2, 4), CPU)
         speeds, found = measure(ranks, [layer.size], layer, Precision())
         assert isinstance(ranks.transport, NcclTransport) == (way is simulated_device)
     numel = sum(param.numel() for param in TinyLM().blocks[0].parameters())
@@ -156,7 +145,7 @@ def test_ranks_measure_what_training_sends(context: RankContext, way: Any) -> No
 def test_ranks_measure_on_gpus(context: RankContext) -> None:
     """Devices, matmuls, collectives and a layer, whose weights and inputs are on the device."""
     ranks = _communicator(context.device)
-    layer = Layer(_build(), torch.bfloat16, (2, 4), context.device)
+    layer = Layer(_build, torch.bfloat16, (2, 4), context.device)
     speeds, found = measure(ranks, [layer.size], layer, Precision())
     assert len(speeds) == 2 and found is not None and found.backward_beside_ms > 0
     with (
@@ -170,14 +159,11 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
 @on_ranks(2)
 def test_a_frozen_layer_is_not_reduced(context: RankContext) -> None:
     """A model without layers is refused."""
-    layer = Layer(lambda: _build()().requires_grad_(False), torch.bfloat16, (2, 4), CPU)
+    layer = Layer(lambda: _build().requires_grad_(False), torch.bfloat16, (2, 4), CPU)
     (gather, reduce), found = measure(_communicator(), [layer.size], layer, Precision())
     assert gather.unit_bytes > 0 and reduce.unit_bytes == 0 and found is not None
     with pytest.raises(ConfigError, match="Linear has no layers"):
         Layer(lambda: nn.Linear(4, 4), torch.bfloat16, (2, 4), CPU)
-
-
-# -- advice -----------------------------------------------------------------------------------------------------------
 
 
 _Unit = tuple[float, float]  # milliseconds of its all-gather and of its reduction
@@ -244,44 +230,29 @@ def test_16_bit_gradients_are_those_that_the_dial_recommends(
     assert dtypes == [told] * (told is not None)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def _run(arguments: list[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
+def _run(*arguments: str) -> None:
     speed._SECONDS = 0.01
     doctor._UNIT_NUMELS = (1 << 12, 1 << 14)
     sys.exit(main(["doctor", *arguments]))
 
 
-def _launch(directory: Path, *arguments: str, **environment: str) -> list[tuple[int | None, str]]:
-    return Launched(2, directory, _run, [*arguments], environment).end()
-
-
-def test_one_process_checks_the_machine_and_measures_no_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exit code 0 without a problem, 1 with one. JSON has the same findings."""
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_one_process_checks_the_machine_and_measures_no_model(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = command("doctor").splitlines()
     assert {line[:8].strip() for line in lines} <= {"ok", "note"} and "matmul: bf16" in lines[-1]
     monkeypatch.setattr(doctor, "_DRIVER", Path(__file__))
-    assert main(["doctor", "--json"]) == 1
-    told = capsys.readouterr()
-    report = json.loads(told.out)
-    assert told.err == "streamshard doctor: 1 problem found\n"
+    report = json.loads(command("doctor", "--json", code=1))
     assert (report["world_size"], report["transport"], report["layer"]) == (1, None, None)
     (problem,) = [finding for finding in report["findings"] if finding["level"] == "problem"]
     assert "finds no GPU" in problem["what"]
-    assert main(["doctor", "tests.models:TinyLM", "--batch", "1", "--seq", "4"]) == 2
-    assert "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S" in capsys.readouterr().err
+    advice = "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S"
+    assert advice in command("doctor", "tests.models:TinyLM", *["--batch", "1", "--seq", "4"], code=2)
 
 
 @pytest.mark.ranks
 def test_ranks_measure_a_layer_of_a_model_and_advise(tmp_path: Path) -> None:
     """As JSON, with the times that the advice is derived from. The plan knows that all slots fit."""
     arguments = ["tests.models:TinyLM", "--batch", "2", "--seq", "8", "--precision", "fp32", "--json"]
-    (code, told), other = _launch(tmp_path, *arguments)
+    (code, told), other = Launched(2, tmp_path, _run, *arguments).end()
     assert (code, other) == (0, (0, "")), told
     report = json.loads(told)
     assert (report["world_size"], report["transport"]) == (2, "shared-memory")
@@ -307,8 +278,8 @@ def _fail_while_measuring() -> nn.Module:
 
 @pytest.mark.ranks
 def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
-    """No rank waits for it."""
-    (code, told), _ = _launch(tmp_path, f"{__name__}:_fail_while_measuring", "--batch", "2", "--seq", "8")
+    arguments = f"{__name__}:_fail_while_measuring --batch 2 --seq 8".split()
+    (code, told), _ = Launched(2, tmp_path, _run, *arguments).end()
     assert code == 1
     reason = "rank 1 has failed: a measurement ended with ValueError: broken"
     assert "problem  the ranks cannot train together: " in told and reason in told
@@ -337,4 +308,5 @@ def _run_on_own_machine() -> None:
     environment["STREAMSHARD_SHARED_MEMORY"] = "0"
     if os.environ["RANK"] == "1":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
-    _run([f"{__name__}:_complex", "--batch", "2", "--seq", "8"], environment)
+    os.environ.update(environment)
+    _run(*f"{__name__}:_complex --batch 2 --seq 8".split())

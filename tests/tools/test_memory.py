@@ -111,6 +111,7 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
     assert not any(name.startswith("device main") for name in rows)
     assert {line.split()[0] for line in str(resident.memory_report()).splitlines()[1:-1]}.isdisjoint({"device", "host"})
     assert 'grad_slots=None; offload="state"; computes in' in repr(model) and "offload" not in repr(resident)
+    assert len(told.call_args_list) == (2 if context.rank == 0 else 0)
     if context.rank == 0:
         (text, *values), _ = told.call_args_list[0]
         assert " 0.00 GiB per rank and 0.00 GiB of host memory; " in text % tuple(values)
