@@ -42,7 +42,6 @@ class Drop(NamedTuple):
     start: str
 
     def apply(self, source: str, function: ast.FunctionDef) -> str:
-        """`source` without that statement of `function`."""
         statements = (node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function)
         found = [node for node in statements if _text(source, node).startswith(self.start)]
         if len(found) != 1:
@@ -59,7 +58,6 @@ class Swap(NamedTuple):
     new: str
 
     def apply(self, source: str, function: ast.FunctionDef) -> str:
-        """`source` with that fragment of `function` replaced."""
         text = _text(source, function)
         if text.count(self.old) != 1:
             raise LookupError(f"{function.name} has {self.old!r} {text.count(self.old)} times")
@@ -67,14 +65,10 @@ class Swap(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """A change that makes the engine wrong.
+    """A change of a function (``name`` or ``Class.name``) of a file in ``streamshard`` that makes the engine wrong.
 
-    Attributes:
-        file: from ``streamshard``, without suffix.
-        function: ``name`` or ``Class.name``.
-        change: of it.
-        tests: files of those that are likely to notice it, without prefix and suffix, in the order of trying. Behind a
-            colon a word in the test's name. Tests for GPUs run on one that is played.
+    `tests` has the files of tests that are likely to notice it, without prefix and suffix, in the order of trying.
+    Behind a colon stands a word in the test's name. Tests for GPUs run on one that is played.
     """
 
     file: str
@@ -86,11 +80,7 @@ class Mutant(NamedTuple):
         return f"{self.file}.{self.function}: {self.change}"
 
     def apply(self, source: str) -> str:
-        """The text of the file with this change.
-
-        Raises:
-            LookupError: there is no such function in it, or no such place in the function.
-        """
+        """The text of the file with this change; a `LookupError` if there is no such function or place in it."""
         node: ast.AST = _parsed(source)
         for name in self.function.split("."):
             found = [each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) == name]
@@ -102,7 +92,6 @@ class Mutant(NamedTuple):
 
     @property
     def test_files(self) -> list[str]:
-        """Paths of `tests` below the root of the repository."""
         names = self.tests.partition(":")[0].split()
         return [str(_test_file(name).relative_to(ROOT)) for name in names]
 
@@ -145,8 +134,7 @@ _ASIDE = "with module.stream(module.Stream()):"
 _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "checkpoint/block_state": [
         ("extent_of", Swap("for each in (start, stop, last)", "for each in (0, stop - start, last)"), "block_state"),
-        ("extent_of", Drop("if any(piece.range_of"), "block_state"),
-    ],
+        ("extent_of", Drop("if any(piece.range_of"), "block_state")],
     "checkpoint/directory": [
         ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),
         ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
@@ -155,8 +143,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
         ("read_entry", Drop("if is_shortage(error)"), "find"),
         ("open_intact", Drop("if any(ranks.gather_objects("), "find"),
-        ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "find"),
-    ],
+        ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "find")],
     "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],
     "checkpoint/save": [
         ("_save_in_background", Swap("own_ranks.users_group if", "None if"), "restore:destroy"),
@@ -164,17 +151,14 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("start_copies", Swap("current_stream(device))", "Stream())"), "simulated_device:copies"),
         ("start_copies", Drop("sources.append(piece.data)"), "simulated_device:copies"),
         ("start_copies", Swap("copy = copy.", f"{_ASIDE} copy = copy."), "simulated_device:copies"),
-        ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
-    ],
+        ("start_copies", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned")],
     "checkpoint/export": [
         ("export_safetensors", Drop("finish_running()"), "restore:export_waits"),
         ("upload", Swap("name_files(files, names, partial)", "files"), "object_storage:two_exports"),
         ("refuse_replacing", Drop("if isinstance(root, Url)"), "object_storage:export"),
-        ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "kills:no_name"),
-    ],
+        ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "kills:no_name")],
     "checkpoint/local_directory": [
-        ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
-    ],
+        ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory")],
     "checkpoint/object_store": [
         ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
         ("ObjectStore.publish", Swap(_PUT_THEN_LOOK, _LOOK_THEN_PUT), "object_storage:deletes"),
@@ -184,70 +168,46 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("ObjectStore.sweep", Swap("not self._inside(name).is_file(MANIFEST_NAME)", "True"), "object_storage:deletes"),
         ("ObjectStore.delete", Drop("self._inside(name).unlink(MANIFEST_NAME)"), "object_storage:kill"),
         ("ObjectStore.complete", Swap(" if self._inside(name).is_file(MANIFEST_NAME)", ""), "object_storage"),
-        (
-            "ObjectStore.remove",
-            Swap("not self._inside(partial.path.name).is_file(MANIFEST_NAME)", "True"),
-            "object_storage",
-        ),
-        ("ObjectStore.writing", Drop("_abandon(file)"), "object_storage:upload"),
-    ],
+        ("ObjectStore.remove", Swap("not self._inside(partial.path.name).is_file(MANIFEST_NAME)", "True"),
+         "object_storage"),
+        ("ObjectStore.writing", Drop("_abandon(file)"), "object_storage:upload")],
     "checkpoint/stop_on_signal": [
         ("StopOnSignal.exit", Drop("run_on_all_ranks"), "stop_on_signal:failed_save"),
         ("StopOnSignal.requested", Swap("max(noted)", "min(noted)"), "stop_on_signal:nth"),
-        ("_after_fork_in_child", Drop("os.setpgid(0, 0)"), "stop_on_signal:group_of"),
-    ],
+        ("_after_fork_in_child", Drop("os.setpgid(0, 0)"), "stop_on_signal:group_of")],
     "comm/communicator": [
         ("Communicator._beside_compute", Drop("arrived.wait()"), _STREAMS),
         ("Communicator._beside_compute", Drop("written.wait()"), _STREAMS),
-        ("Communicator._blocking", Swap("not self.streams.has_streams", "True"), _STREAMS),
-    ],
+        ("Communicator._blocking", Swap("not self.streams.has_streams", "True"), _STREAMS)],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
         ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
-        ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
-    ],
+        ("_agree_on_name", Swap("while not", "if not"), "groups:late")],
     "comm/host_groups": [
         ("close_connections", Swap("groups if users_too else ()", "groups"), "flight_recorder:alone"),
-        ("host_group_of", Drop("_wait_for_all("), "groups:later"),
-    ],
+        ("host_group_of", Drop("_wait_for_all("), "groups:later")],
     "comm/ranks": [
-        ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
+        ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:another_model"),
         ("RankGroup._meet", Drop("self.fail("), "groups:two_halves"),
-        (
-            "RankGroup._meet",
-            Swap("self.waiting(what)", "self.talk(what, RecordKind.MEETING)"),
-            "groups:one_entry",
-        ),
-    ],
+        ("RankGroup._meet", Swap("self.waiting(what)", "self.talk(what, RecordKind.MEETING)"), "groups:one_entry")],
     "comm/tree": [("gather_to_first", Swap("known.setdefault(each, each)", "each"), "tree:equal")],
     "comm/watchdog": [
         ("_after_fork_in_child", Drop("_watchdog = _Watchdog(inherited)"), "flight_recorder:forked"),
         ("_after_fork_in_child", Swap("_Watchdog(inherited)", "_Watchdog()"), "shared_memory:forked"),
-        ("_after_fork_in_child", Swap("*_watchdog.inherited", "*()"), "shared_memory:forked"),
-    ],
+        ("_after_fork_in_child", Swap("*_watchdog.inherited", "*()"), "shared_memory:forked")],
     "comm/flight_recorder": [
         ("FlightRecorder.__init__", Swap(" and not is_beside_training", ""), "flight_recorder:apart"),
         ("FlightRecorder._find_difference", Swap(" or self._is_beside_training", ""), "flight_recorder:apart"),
-        (
-            "FlightRecorder._find_difference",
-            Swap(" and _COLLECTIVE.match(shown.place)", ""),
-            "flight_recorder:librarys",
-        ),
+        ("FlightRecorder._find_difference", Swap(" and _COLLECTIVE.match(shown.place)", ""),
+         "flight_recorder:librarys"),
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),
         ("FlightRecorder._look_for_failure", Drop('log.error("%s", self.difference)'), "flight_recorder:alone"),
-        ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:explains"),
-    ],
+        ("FlightRecorder.explain", Drop("if self.difference is not None:"), "flight_recorder:explains")],
     "comm/gloo": [
         ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),
-        (
-            "PairwiseTransport.start_reduce",
-            Swap("*received[:rank], chunks[rank], *received[rank:]", "chunks[rank], *received"),
-            "same_bits:fp32",
-        ),
-    ],
-    "comm/transport": [
-        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32")
-    ],
+        ("PairwiseTransport.start_reduce",
+         Swap("*received[:rank], chunks[rank], *received[rank:]", "chunks[rank], *received"), "same_bits:fp32")],
+    "comm/transport": [("sum_in_rank_order", Swap("in others:", "in others[::-1]:"), "same_bits:fp32")],
     "comm/nccl": [
         ("NcclTransport._exchange", Swap("  sum_in_rank", f"  {_ON_COMPUTE} sum_in_rank"), _STREAMS),
         ("NcclTransport._exchange", Swap(".unbind()", ".unbind()[::-1]"), "same_bits:device"),
@@ -259,23 +219,18 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("NcclTransport.start_reduce", Swap("  out.mul_(", f"  {_ON_COMPUTE} out.mul_("), _STREAMS),
         ("NcclTransport.start_reduce", Drop("if before > 1:"), "transport"),
         ("NcclTransport.start_reduce", Swap("self.rank * out.numel(), out", "0, out"), _STREAMS),
-        ("NcclTransport.start_reduce", Swap(" and not accumulate:", ":"), "transport"),
-    ],
+        ("NcclTransport.start_reduce", Swap(" and not accumulate:", ":"), "transport")],
     "comm/shared_memory": [
         ("SharedBuffers.free", Drop("if first < last:"), "shared_memory:pages"),
         ("SharedMemoryTransport.copy_until", Drop("if for_all:"), "shared_memory"),
         ("SharedMemoryTransport.copy_until", Drop("self._await(Counter.PUBLISHED"), "shared_memory invariants matrix"),
         ("SharedMemoryTransport.sum_until", Drop("for each in self._buffers"), "shared_memory:mixed"),
         ("SharedMemoryTransport.sum_until", Swap("_order(chunks,", "_order(chunks[::-1],"), "same_bits:fp32"),
-        (
-            "SharedMemoryTransport.progress",
-            Swap(" or each.written[place] != written[place]", ""),
-            "shared_memory:mixed",
-        ),
+        ("SharedMemoryTransport.progress", Swap(" or each.written[place] != written[place]", ""),
+         "shared_memory:mixed"),
         ("SharedMemoryTransport._await", Drop("if counter is Counter.READ and"), "shared_memory:another_copies"),
         ("SharedMemoryTransport._everywhere", Swap("self._among", "range(self.world_size)"), "transport:same_experts"),
-        ("SharedMemoryTransport.among", Swap(", other._group_of =", ", _ ="), "transport:same_experts"),
-    ],
+        ("SharedMemoryTransport.among", Swap(", other._group_of =", ", _ ="), "transport:same_experts")],
     "comm/streams": [
         ("Fence.record", Swap("self.source)", "StreamName.COMPUTE)"), _STREAMS),
         ("Fence.wait", Swap("device_stream(target)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
@@ -284,23 +239,16 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Streams.__init__", Swap(", priority=-1", ""), _STREAMS),
         ("Streams.__init__", Swap("StreamName.REPLICA, ", ""), _STREAMS),
         ("Streams.device_stream", Swap("_raw(self.device.index)", "_raw(0)"), _STREAMS),
-        (
-            "Streams.device_stream",
-            Swap("stream = self.module.current_stream(self.device)", "stream = self.module.current_stream()"),
-            "simulated_device:weights_may",
-        ),
+        ("Streams.device_stream", Swap("= self.module.current_stream(self.device)", "= self.module.current_stream()"),
+         "simulated_device:weights_may"),
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
         ("Streams.device_stream", Swap("self._own[name]", "self._own.get(name)"), "simulated_device:not_there"),
         ("Streams.keep", Drop("buffer.record_stream(stream)"), _STREAMS),
-        ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS),
-    ],
+        ("_OnStream.__init__", Swap("device_stream(name)", "device_stream(StreamName.COMPUTE)"), _STREAMS)],
     "core/backward": [
         ("Backward.enter", Drop("if graph.plan is not plan:"), "ends:second_backward"),
-        (
-            "Backward._advance",
-            Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
-            "matrix",
-        ),
+        ("Backward._advance", Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
+         "matrix"),
         ("Backward._close_pass", Drop("engine.reductions.start_late("), "programs"),
         ("Backward._recompute", Swap("unit.index in self.graph.silent", "True"), "programs:once"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(", "bool("), "programs:once"),
@@ -314,41 +262,31 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.enter", Drop("refuse_changed(engine.units[index], versions)"), "graphs"),
         ("Backward._unshard", Drop("if unit.guard.is_gone:"), "programs"),
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
-        ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory"),
-    ],
+        ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory")],
     "core/graph_hooks": [
         ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:inside"),
         ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:frozen"),
         ("_keep_lookup", Swap("grad.numel() >= param.layout.numel or ", ""), "lookups:smaller"),
         ("watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "programs"),
         ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "graphs"),
-        ("need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "graphs"),
-    ],
+        ("need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "graphs")],
     "core/engine": [
         ("Changes.find", Swap("self._unseen.union", "set().union"), "outer_shards:only_ranks_with"),
         ("Changes.find", Swap("now[kind] != before.get(kind)", "not before"), "outer_shards:only_ranks_with"),
         ("Engine.expire_weights", Drop("self._changes.forget()"), "outer_shards:only_ranks_with"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops programs graphs dial"),
         ("Engine.finish_reading", Swap("unit.is_sent_as_is or ", ""), "shared_memory"),
-        (
-            "Engine.finish_reading",
-            Swap(" or unit.weight_slot.state is WeightState.ARRIVING", ""),
-            "simulated_device:weights_may",
-        ),
-    ],
+        ("Engine.finish_reading", Swap(" or unit.weight_slot.state is WeightState.ARRIVING", ""),
+         "simulated_device:weights_may")],
     "core/forward": [
         ("Forward.read", Swap(" or not self._schedule.is_last(unit.index)", ""), "ends:otherwise_later"),
         ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
         ("begin_forward", Drop("engine.recover()"), "exceptions"),
         ("Forward.finish", Drop("unit.guard.mark_absent(in_forward=False)"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
-        (
-            "Forward.finish",
-            Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
-            "invariants",
-        ),
-        ("Forward.finish", Swap("engine.issue(self._schedule.finish())", "self._schedule.finish()"), "matrix"),
-    ],
+        ("Forward.finish", Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
+         "invariants"),
+        ("Forward.finish", Swap("engine.issue(self._schedule.finish())", "self._schedule.finish()"), "matrix")],
     "core/params": [
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
         ("Param.forget_grad", Drop("self.clear_main_grad()"), "invariants dial programs graphs"),
@@ -356,13 +294,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
         ("Param.forget_grad", Drop("if in_slot:"), "invariants dial programs graphs"),
         ("write_grads", Swap("if adds else", "if False else"), "programs loops"),
-        (
-            "FlatParam.add",
-            Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),
-            "tensor_parallel:norms",
-        ),
-        ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes"),
-    ],
+        ("FlatParam.add", Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),
+         "tensor_parallel:norms"),
+        ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes")],
     "core/lookups": [
         ("Lookup.rows", Swap(" | (self.indices == self.padding)", ""), "lookups:models"),
         ("lookups_in", Swap(" and not node._saved_scale_grad_by_freq", ""), "lookups:models"),
@@ -370,27 +304,21 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("write_lookups", Drop("if scale != 1.0:"), "lookups:scaled"),
         ("write_lookups", Drop("if dense is place and"), "lookups:scaled"),
         ("write_lookups", Swap("part.add_(total) if adds else ", ""), "lookups:bits"),
-        ("write_lookups", Drop("lookups.clear()"), "lookups:models"),
-    ],
+        ("write_lookups", Drop("lookups.clear()"), "lookups:models")],
     "norms": [
         ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
         ("_groups", Swap("numel + tensor.numel() > _GROUP", "len(group) == 1"), "norms"),
         ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
-        ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
-    ],
+        ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms")],
     "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "outer_shards:cross"),
         ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
         ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "outer_shards:every_way"),
-        (
-            "OuterShards.begin_reduction",
-            Swap("self._main_adds.setdefault(unit.index, adds)", "self._main_adds.setdefault(unit.index, False)"),
-            "outer_shards:fails",
-        ),
+        ("OuterShards.begin_reduction", Swap("setdefault(unit.index, adds)", "setdefault(unit.index, False)"),
+         "outer_shards:fails"),
         ("OuterShards.forget", Drop("self._main_adds.clear()"), "outer_shards:fails"),
-        ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way"),
-    ],
+        ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way")],
     "core/reductions": [
         ("Reductions.summing", Drop("self._divide_by(before)"), "transformers:training_equals"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
@@ -398,53 +326,36 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("Reductions.start", Drop("self.over_replicas.finish_before(unit)"), "replicas"),
         ("Reductions.start", Drop("if unit.grads.early"), "step_in_backward:parts"),
-        (
-            "Reductions.start",
-            Swap("before is not None and self.is_open", "before is not None"),
-            "step_in_backward:collectives",
-        ),
+        ("Reductions.start", Swap("before is not None and self.is_open", "before is not None"),
+         "step_in_backward:collectives"),
         ("Reductions.complete", Drop("works += self._next[1].works"), "step_in_backward:units"),
-        (
-            "Reductions._give_early",
-            Swap("(ranks.in_hook())", "(contextlib.nullcontext())"),
-            "step_in_backward:collectives",
-        ),
+        ("Reductions._give_early", Swap("(ranks.in_hook())", "(contextlib.nullcontext())"),
+         "step_in_backward:collectives"),
         ("Reductions._give_early", Drop("unit.grads.drop_early()"), "step_in_backward:units"),
         ("Reductions._look_for_hooks", Swap("and self.over_replicas is None", ""), "step_in_backward:replicas"),
-        (
-            "Reductions.start",
-            Swap(
-                "unit.reducing, self.ranks.streams.on_device_stream(self._stream)",
-                "unit.reducing, self.ranks.streams.on(StreamName.COMPUTE)",
-            ),
-            _STREAMS,
-        ),
+        ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
         ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:penalties"),
-        ("UsedParams.finish", Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
-    ],
+        ("UsedParams.finish", Swap("unit.grads.may_have_grad(param)", "param.unsharded.requires_grad"), "dial")],
     "core/replicas": [
         ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
         ("OverReplicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
         ("OverReplicas.finish", Swap("arrived in", "_ in"), "replicas"),
         ("OverReplicas.finish", Swap("sorted(self._left)", "()"), "replicas"),
-        ("OverReplicas.add", Swap("not self._is_synced", "False"), "replicas"),
-    ],
+        ("OverReplicas.add", Swap("not self._is_synced", "False"), "replicas")],
     "core/tied": [
         ("TiedHead.pass_by", Swap("is_present=False", "is_present=True"), "tied"),
         ("TiedHead._is_kept", Swap("uses > _OWN_USES or ", ""), "tied"),
         ("TiedHead._is_kept", Swap(" or storage_uses(self.unit.weight_slot.buffer) > self._least_uses", ""), "tied"),
         ("TiedHead.put_back", Swap("min(self._least_uses, ", "max(self._least_uses, "), "tied"),
-        ("TiedHead.put", Drop("with AsTensors():"), "tied"),
-    ],
+        ("TiedHead.put", Drop("with AsTensors():"), "tied")],
     "core/saved_tensors": [
         ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later")
     ],
     "core/slots": [
         ("GradSlot.open", Drop("self.weights.shard_read.complete()"), "shared_memory matrix"),
         ("GradSlot.open", Drop("self.weights.move("), "matrix"),
-        ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
-    ],
+        ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants")],
     "core/unit": [
         ("Unit.expire", Drop("self.weight_slot.move(WeightState.EMPTY, None)"), "programs"),
         ("Unit.start_gather", Drop("slot.shard_read.complete()"), "invariants"),
@@ -453,24 +364,18 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
         ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "expert_parallel"),
-        ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs"),
-    ],
+        ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs")],
     "core/ends": [
         ("Ends.use", Drop("self.elsewhere.add"), "ends:where_the_order"),
-        (
-            "Ends.use",
-            Swap("(self.elsewhere if self._has_block else self._early)", "self._early"),
-            "ends:where_the_order",
-        ),
+        ("Ends.use", Swap("(self.elsewhere if self._has_block else self._early)", "self._early"),
+         "ends:where_the_order"),
         ("Ends.end_pass", Drop("self._waiting.append"), "ends:no_graph_waits"),
         ("Ends.decide", Drop("elsewhere |="), "ends:where_the_order"),
         ("Ends._join", Swap(".difference(saved)", ""), "ends"),
-        ("Ends._join", Swap(".intersection(self._tables)", ""), "ends:first_layer"),
-    ],
+        ("Ends._join", Swap(".intersection(self._tables)", ""), "ends:first_layer")],
     "core/allocation": [
         ("join_slots", Drop("ledger.free"), "ends:are_freed"),
-        ("join_slots", Drop("kept.is_shared"), "ends"),
-    ],
+        ("join_slots", Drop("kept.is_shared"), "ends")],
     "core/unit_grads": [
         ("UnitGrads.write_early", Drop("self.slot.weights.shard_read.complete()"), "shared_memory tied matrix"),
         ("UnitGrads.leave", Swap("param.is_left or ", ""), "replicas:only_another"),
@@ -495,36 +400,29 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.leave", Swap(" or (trains and not in_slot)", ""), "replicas"),
         ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "dial"),
         ("UnitGrads.resume", Drop("param.forget_grad("), "invariants"),
-        ("UnitGrads.discard", Drop("with AsTensors():"), "invariants exceptions"),
-    ],
+        ("UnitGrads.discard", Drop("with AsTensors():"), "invariants exceptions")],
     "forms": [
         ("DTensorForm.local_grad", Drop("if grad.placements"), "tensor_parallel:one_process"),
         ("DTensorForm.__init__", Drop("self.box = "), "tensor_parallel:norms"),
-        ("DTensorForm.__init__", Swap("[self.cut_along] // blocks", "[self.cut_along]"), "parallelism_config:packed"),
-    ],
+        ("DTensorForm.__init__", Swap("[self.cut_along] // blocks", "[self.cut_along]"), "parallelism_config:packed")],
     "guards/piece": [
         ("Piece.is_whole", Swap("and self.ranks.is_alone", ""), "tensor_parallel:example"),
-        ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh"),
-    ],
+        ("Piece.cut", Swap("part_of(whole.detach(), self.box)", "whole.detach()"), "tensor_parallel:mesh")],
     "guards/sharded_tensor": [
         ("_compute", Swap("(_norm, _foreach_norm, ", "("), "same_bits:torch"),
         ("_compute", Swap("_foreach_norm, _check_finite, ", "_foreach_norm, "), "local_sgd:overflows"),
         ("_partial", Swap("tensor.piece.counted(local)", "local"), "tensor_parallel:norms"),
-        ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
-    ],
+        ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms")],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "graphs"),
-        ("classes_of", Drop("entries[inner] = property"), "packed"),
-    ],
-    "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary")],
+        ("classes_of", Drop("entries[inner] = property"), "packed")],
+    "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "ranks:busy")],
     "build": [
         ("shard_model", Drop("ranks.broadcast(tensor)"), "packed"),
-        ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other"),
-    ],
+        ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other")],
     "planning/layout": [
         ("_by_kind", Swap("form_of(param).is_packed", "False"), "packed"),
-        ("_by_kind", Swap("found.is_expert", "False"), "expert_parallel"),
-    ],
+        ("_by_kind", Swap("found.is_expert", "False"), "expert_parallel")],
     "core/clipping": [("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process")],
     "full": [("summon", Drop("_refuse_different(engine, edited, failure)"), "full")],
     "layer_major/step": [
@@ -533,49 +431,38 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("LayerMajorStep._run_backward", Swap("self._micro_batches:  # that", "visit.micro_batches:  #"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.reduce_streamed()"), _LAYER_MAJOR),
         ("LayerMajorStep._run_backward", Drop("backward.end_turn()"), _LAYER_MAJOR),
-        ("LayerMajorStep._run_backward", Drop("engine.recover()"), "accumulate:exception"),
-    ],
+        ("LayerMajorStep._run_backward", Drop("engine.recover()"), "accumulate:exception")],
     "layer_major/micro_batch": [
         ("MicroBatch.begin_segment", Drop("self._leaves.clear()"), _LAYER_MAJOR),
-        ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), "accumulate:contexts"),
+        ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), _LAYER_MAJOR),
         ("MicroBatch._run_part_backward", Drop("roots.update("), _LAYER_MAJOR),
         ("MicroBatch._keep", Swap("dense[place] + grad if place in dense else grad", "grad"), _LAYER_MAJOR),
-        ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run"),
-    ],
+        ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run")],
     "layer_major/own_state": [
         ("ThreadState.put", Drop("torch.set_grad_enabled("), _LAYER_MAJOR),
-        ("with_other_numbers", Swap("manual_seed(seed)", "manual_seed(0)"), "accumulate:random"),
-    ],
+        ("with_other_numbers", Swap("manual_seed(seed)", "manual_seed(0)"), "accumulate:random")],
     "layer_major/sums": [("Sums.swap", Drop("setattr("), _LAYER_MAJOR)],
     "integrations/transformers": [
         ("StreamShardTrainerMixin._dividing_once", Swap("loss / n_ranks", "loss"), "transformers:training_equals"),
         ("StreamShardTrainerMixin._dividing_once", Drop("if not is_multiplied"), "transformers:divisor_of_ones_own"),
-        (
-            "StreamShardTrainerMixin._dividing_once",
-            Swap("self.accelerator.backward = divided", "self.accelerator.backward = backward"),
-            "transformers:same_global",
-        ),
-    ],
+        ("StreamShardTrainerMixin._dividing_once", Swap("backward = divided", "backward = backward"),
+         "transformers:same_global")],
     "integrations/run_log": [
         ("RunLog._measure", Swap("max(seconds) / self._steps", "seconds[0] / self._steps"), "run_log:means"),
         ("RunLog.step", Swap("loss.detach()", "loss.detach() * loss.item()"), "run_log:only_at"),
-        ("_open", Drop("if rest:"), "run_log:killed"),
-    ],
+        ("_open", Drop("if rest:"), "run_log:killed")],
     "integrations/join": [
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
-        ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
-    ],
+        ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits")],
     "optim/averages": [("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages")],
     "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state")],
     "optim/rounds": [
         ("Rounds._compare", Swap("StreamName.COMPUTE", "StreamName.COMM"), "whole_parameters:host_reads"),
         ("Rounds.grads_differ", Drop("self._event.synchronize()"), "whole_parameters:host_reads"),
-        ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned"),
-    ],
+        ("Rounds.__init__", Swap('pin_memory=device.type != "cpu"', "pin_memory=False"), "gpu:pinned")],
     "planning/program": [
         ("Schedule.add_request", Drop("self._current = unit"), "program"),
-        ("Schedule.advance_to", Swap(": self.position + 1", ": self.position"), "program"),
-    ],
+        ("Schedule.advance_to", Swap(": self.position + 1", ": self.position"), "program")],
     # offload
     "core/host": [
         ("HostState.copy", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
@@ -589,14 +476,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.copy_of", Drop("self._streams.keep(copy)"), "offload:events_order"),
         ("HostState.settle", Swap("in self._copied", "in self._copied[1:]"), "offload:events_order"),
         ("HostState.settle", Drop("self._is_busy = False"), "offload:never_waits"),
-        ("HostState.launch", Drop("self._is_busy = True"), "offload:changes_no_bit"),
-    ],
+        ("HostState.launch", Drop("self._is_busy = True"), "offload:changes_no_bit")],
     "core/host_grads": [
         ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:gradients"),
         ("HostGrads.norm_of", Swap(".clone()", ""), "offload_events:gradients"),
         ("HostGrads.norm_of", Swap(" or param in self._factors", ""), "offload_events:gradients"),
-        ("HostGrads.norm_of", Swap("param is None or", "True or"), "offload:never_waits"),
-    ],
+        ("HostGrads.norm_of", Swap("param is None or", "True or"), "offload:never_waits")],
     "core/late_step": [
         ("LateStep.__init__", Swap('map_tensors({**group, "params": []}', '_copied({**group, "params": []}'), _OPTIONS),
         ("LateStep.run", Drop("host.stored(unit)"), "offload:single_unit"),
@@ -607,11 +492,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_Chunk.step", Drop("self._tensors += "), "offload:events_order"),
         ("_plain_torch", Swap("torch.inference_mode(False), ", ""), "late_step:autocast"),
         ("_plain_torch", Swap(", on_device, on_host:", ":"), "late_step:autocast"),
-        ("_Moments.take", Drop("if value.data_ptr()"), "late_step:moments"),
-    ],
-}
-
-_OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
+        ("_Moments.take", Drop("if value.data_ptr()"), "late_step:moments")],
+    # pinned memory
     "pinned": [
         ("PinnedMemory._map", Drop("weakref.finalize("), "pinned"),
         ("PinnedMemory._map", Swap(".atexit = False", ""), "pinned"),
@@ -620,22 +502,18 @@ _OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("PinnedMemory._map", Swap("torch.ones(", "torch.empty("), "gpu:could_not_be_pinned"),
         ("PinnedMemory._map", Drop("for advice in"), "pinned"),
         ("PinnedMemory._map", Drop("_blocks.add("), "pinned"),
-        ("_unregister", Drop("module.synchronize("), "pinned"),
-    ],
+        ("_unregister", Drop("module.synchronize("), "pinned")],
     "core/edge": [
         ("call_unit", Swap("outer is not None or", "False or"), "programs"),
-        ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs"),
-    ],
+        ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs")],
     "nested": [("moved", Swap(", non_blocking=True", ""), "offload_device:until_inputs")],
     "torch_private": [
         ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
         ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),
-        ("saved_as_it_is", Drop("data = data[0]"), "lookups:turns"),
-    ],
-}
+        ("saved_as_it_is", Drop("data = data[0]"), "lookups:turns")],
+}  # fmt: skip
 
-_ALL = [*_BY_FILE.items(), *_OF_PINNED_MEMORY.items()]
-MUTANTS = [Mutant(file, *change) for file, changes in _ALL for change in changes]
+MUTANTS = [Mutant(file, *change) for file, changes in _BY_FILE.items() for change in changes]
 
 
 def _try(mutant: Mutant, root: Path) -> tuple[str, str]:
