@@ -5,6 +5,7 @@ A new line needs a way of training, in `_RUNS`, that has a race without it, or a
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -58,15 +59,13 @@ def _lines() -> Iterator[tuple[str, str, int, int]]:
                 yield file, f"{file}: {found[1]} {counts[found[1]]}", number, int(found[2])
 
 
-# -- ways of training -------------------------------------------------------------------------------------------------
+def _in_a_way(scenario: str, model: Any, context: RankContext) -> None:
+    train(model, scenario, context)
 
 
-def _plain(model: Any, context: RankContext) -> None:
-    train(model, "two layers", context)
-
-
-def _routed(model: Any, context: RankContext) -> None:
-    train(model, "layers unused on some ranks", context)
+_plain, _routed, _adding = (
+    functools.partial(_in_a_way, name) for name in ("two layers", "layers unused on some ranks", "a kept graph")
+)
 
 
 def _skipping(model: Any, context: RankContext) -> None:
@@ -80,7 +79,6 @@ def _skipping(model: Any, context: RankContext) -> None:
 
 
 def _accumulating(model: Any, context: RankContext) -> None:
-    """Micro-batches that use other layers."""
     for step in range(2):
         with model.no_sync():
             for last in (0, 1, 0):
@@ -90,17 +88,11 @@ def _accumulating(model: Any, context: RankContext) -> None:
         model.zero_grad()
 
 
-def _adding(model: Any, context: RankContext) -> None:
-    train(model, "a kept graph", context)
-
-
 def _local(model: Any, context: RankContext) -> None:
-    """Weights are averaged, not gradients."""
     train_stack(model, LocalSGD(adamw(model), model, period=1, warmup_steps=1), context)
 
 
 def _stepping(model: Any, context: RankContext) -> None:
-    """Hooks step inside backward."""
     step_in_hooks(model)
     for step in range(2):
         stack_step(model, Call(step, context.rank, context.world_size, 1.0))

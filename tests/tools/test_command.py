@@ -71,9 +71,7 @@ def test_inspect_finds_damage(saved: Path, tmp_path: Path, capsys: pytest.Captur
     assert "damaged" not in one and ("damaged" in two) == (damage != "flip")  # a list reads no tensors
 
 
-def test_control_characters_from_a_checkpoint_are_not_printed(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_from_a_checkpoint_are_not_printed(saved: Path, tmp_path: Path, capsys: Any) -> None:
     """Names in a malicious checkpoint could otherwise fake the output of a successful check."""
     attack = "\x1b]0;owned\x07\x1b[2K\rverified: all is as written\n\u202e\udcff"
     path = tmp_path / "run\x1b[2K\n" / "checkpoint-1"

@@ -47,7 +47,6 @@ def build_parts(mesh: DeviceMesh) -> nn.Module:
 
 
 def build_experts(mesh: DeviceMesh) -> nn.Module:
-    """Eight experts in each layer."""
     model = experts._made()
     for layer in model.layers:
         layer.experts.place_on(mesh)
@@ -242,9 +241,7 @@ def test_meshes_after_a_plan_are_not_taken_for_its_mesh() -> None:
             assert init_device_mesh("cpu", (2,), mesh_dim_names=names) != given[0]
 
 
-def test_doctor_refuses_dtensors_and_says_which_model_it_measures(
-    command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_refuses_dtensors_and_says_which_model_it_measures(command: Any, monkeypatch: Any) -> None:
     """Whether the function wants a mesh, as for plan, or makes its own."""
     told = "a layer with DTensors is not measured: give a model as large as a rank's part"
     with fake_ranks(2), pytest.raises(ConfigError, match=told):

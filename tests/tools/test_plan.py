@@ -95,9 +95,7 @@ def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: s
 
 @on_ranks(4)
 @pytest.mark.parametrize(("transport", "in_order"), [("shared-memory", False), ("nccl", True)])
-def test_a_plan_of_two_replicas_equals_the_live_memory_report(
-    context: RankContext, transport: str, in_order: bool
-) -> None:
+def test_a_plan_of_two_replicas_equals_the_live_report(context: RankContext, transport: str, in_order: bool) -> None:
     """Also in rank order, where main grads have memory beside "all" gradient slots, and cut over replicas too."""
     with simulated_device() if transport == "nccl" else nullcontext():
         mesh = mesh_2d(2, 2)
@@ -181,7 +179,6 @@ def _half_frozen() -> nn.Module:
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (2, {"offload": "state"})])
 def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[str, Any]) -> None:
-    """All-gathers, reductions and bytes of a training step, counted as they are issued."""
     models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
         (_half_frozen, lm_step),
         (lambda: TinyLM(TinyConfig(vocabulary=160, depth=6)), lm_step),
@@ -376,9 +373,7 @@ def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, command: An
         assert said[said.index(begin) :] in guide and said[: said.index("\n")] in guide
 
 
-def test_the_command_plans_the_model_of_a_function(
-    tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_plans_the_model_of_a_function(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     """In a file of the current directory too. Activations are of its only argument."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model_28.py").write_text("from tests.models import TinyLM\ndef build(): return TinyLM()\n")
@@ -407,7 +402,6 @@ def test_the_command_takes_the_arguments_of_plan(command: Any) -> None:
 
 
 def test_arguments_that_a_plan_cannot_have_are_named() -> None:
-    """It has no process group. Others that nobody knows are refused as by StreamShard."""
     for given, told in (
         ({"mesh": None}, "mesh: a plan is of the ranks that share one replica.*world_size"),
         ({"replicas": 0}, "replicas=0: wanted a positive number"),
@@ -419,10 +413,17 @@ def test_arguments_that_a_plan_cannot_have_are_named() -> None:
             {"accumulate": 4, "step": Step(MACHINES["pcie5"], micro_batches=2), "seq": 8},
             "micro_batches=2, accumulate=4: wanted one of the two",
         ),
+        (
+            {"step": Step(MACHINES["pcie5"]), "batch": 2, "seq": 8},
+            'copies nothing from host memory: give offload="state',
+        ),
         ({"accumulate": 4, "tp": 2}, "model.accumulate: the model has DTensors .*loop with loss.backward"),
     ):
         with pytest.raises(ConfigError, match=told):
             plan(TinyLM, 8, **given)  # type: ignore[arg-type]
+    for name in ("micro_batches", "active"):
+        with pytest.raises(ConfigError, match=f"{name}=0: wanted a positive number"):
+            Step(MACHINES["pcie5"], **{name: 0})  # type: ignore[arg-type]
 
 
 def test_without_ranks_the_command_plans_the_fewest_that_fit(tmp_path: Path, command: Any) -> None:

@@ -26,12 +26,11 @@ _TEXT: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attenti
 _TEXT["vocab_size"] = 1024
 _ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _GROUPED = {**_TEXT, **_ENDS, "num_key_value_heads": 2}
+_GPT2 = {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 1024}
 _T5 = {"d_model": 64, "d_kv": 16, "d_ff": 192, "num_layers": 4, "num_heads": 4, "vocab_size": 1024}
 
 
 class ConvLM(nn.Module):
-    """Convolutions along the sequence, batch norm and dropout; returns logits and no loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(1024, 64)
@@ -56,14 +55,8 @@ class ConvLM(nn.Module):
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "Llama": (lambda: _make("LlamaForCausalLM", _GROUPED), "bf16"),
-    "GPT-2 with dropout": (
-        lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 1024}),
-        "bf16",
-    ),
-    "GPT-2 with a large head": (
-        lambda: _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 9000}),
-        "bf16",
-    ),
+    "GPT-2 with dropout": (lambda: _make("GPT2LMHeadModel", _GPT2), "bf16"),
+    "GPT-2 with a large head": (lambda: _make("GPT2LMHeadModel", _GPT2, vocab_size=9000), "bf16"),
     "T5 with dropout": (lambda: _make("T5ForConditionalGeneration", {**_T5, "decoder_start_token_id": 0}), "fp32"),
     "Mixtral": (lambda: _make("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}), "fp32"),
     "convolutions": (ConvLM, "bf16"),
@@ -156,7 +149,7 @@ def test_attention_with_dropout_keeps_its_weights_on_cpus_only() -> None:
     found = dict[tuple[bool, int], int]()
     for on_gpus, seq in ((True, 512), (True, 1024), (False, 512), (False, 1024)):
         with torch.device("meta"):
-            model = _make("GPT2LMHeadModel", {**_ENDS, "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1024})
+            model = _make("GPT2LMHeadModel", _GPT2, n_layer=2)
         units = find_units(model, None)
         found[on_gpus, seq] = estimate_activations(model, units, torch.bfloat16, 1, seq, on_gpus=on_gpus).without
     assert found[True, 1024] < 2.1 * found[True, 512]

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamshard import StreamShard, plan
-from streamshard.errors import ConfigError
 from streamshard.tools.activations import Activations
 from streamshard.tools.host_time import MACHINES, Step, StepTime
 from tests.models import DIM, TinyConfig, TinyLM, token_batch
@@ -94,18 +93,6 @@ def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches
         with case((frozen, slots, budget)):
             assert copied.in_bytes == sum(each.count * each.in_bytes for each in step.passes)
             assert copied.out_bytes == sum(each.count * each.out_bytes for each in step.passes)
-
-
-def test_a_step_is_predicted_for_offload_and_positive_numbers() -> None:
-    run: dict[str, Any] = {"batch": 2, "seq": 8, "offload": "state"}
-    for change, told in (
-        ({"offload": None}, 'copies nothing from host memory: give offload="state"'),
-        ({"batch": 0}, "batch=0, seq=8: wanted positive numbers"),
-        ({"micro_batches": 0}, "micro_batches=0: wanted a positive number"),
-        ({"active": 0.0}, "active=0.0: wanted a positive number"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            _step(TinyLM, 2, "pcie5", **{**run, **change})
 
 
 def test_a_token_uses_all_parameters_but_embeddings_unless_told() -> None:

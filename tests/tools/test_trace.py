@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,27 +43,18 @@ def _traced(context: RankContext) -> Trace:
     return trace
 
 
-@pytest.fixture(scope="module")
-def trace(ranks: RankPool) -> Trace:
-    """The trace of rank 1 of 2, of the third step."""
-    found = ranks(2).run(_traced)[1]
-    assert isinstance(found, Trace)
-    return found
-
-
-def _of(trace: Trace, activity: str) -> list[Span]:
-    return [span for span in trace.spans if span.activity == activity]
-
-
-def test_the_trace_has_every_computation_and_every_collective_in_order(trace: Trace) -> None:
+def test_the_trace_has_every_computation_and_every_collective_in_order(ranks: RankPool) -> None:
     """Each unit waits for its gather, and is reduced after its backward. The next gather is under way meanwhile."""
+    trace = ranks(2).run(_traced)[1]
+    found = defaultdict[str, list[int | None]](list)
+    for span in trace.spans:
+        found[span.activity].append(span.unit)
     assert trace.units == ["the root unit", *(f"blocks.{k}" for k in range(DEPTH))]
-    assert [span.unit for span in _of(trace, "forward")] == list(range(DEPTH + 1))
-    assert [span.unit for span in _of(trace, "backward")] == [0, *range(DEPTH, 0, -1)]
+    assert found["forward"] == list(range(DEPTH + 1)) and found["backward"] == [0, *range(DEPTH, 0, -1)]
     # The last two blocks are still in their slots when backward begins.
-    assert Counter(span.unit for span in _of(trace, "all_gather")) == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
-    assert Counter(span.unit for span in _of(trace, "reduce_scatter")) == Counter(range(DEPTH + 1))
-    assert [len(_of(trace, one)) for one in ("optimizer", "flags")] == [1, 1]
+    assert Counter(found["all_gather"]) == {0: 1, 1: 2, 2: 2, 3: 2, 4: 1, 5: 1}
+    assert sorted(found["reduce_scatter"]) == [*range(DEPTH + 1)]  # type: ignore[type-var]
+    assert [len(found[one]) for one in ("optimizer", "flags")] == [1, 1]
     first: dict[str, dict[int | None, Span]] = {}
     for span in reversed(trace.spans):
         first.setdefault(span.activity, {})[span.unit] = span
@@ -81,11 +72,7 @@ def test_the_trace_has_every_computation_and_every_collective_in_order(trace: Tr
 
 
 # Ways of training in which what is traced begins, ends or is given up in another order.
-UNEVEN = (
-    "layers unused on some ranks",
-    "evaluation between steps",
-    "a backward that fails",
-)
+UNEVEN = ("layers unused on some ranks", "evaluation between steps", "a backward that fails")
 
 
 @on_ranks(2)
@@ -147,7 +134,6 @@ class _Costs(Observer):
 
 @contextlib.contextmanager
 def _taking(device: SimulatedDevice, collective: str, milliseconds: float) -> Iterator[None]:
-    """A collective of the played device takes time on its stream."""
     start = getattr(NcclTransport, collective)
 
     def started(self: NcclTransport, *args: Any, **kwargs: Any) -> None:
@@ -159,7 +145,6 @@ def _taking(device: SimulatedDevice, collective: str, milliseconds: float) -> It
 
 
 def _on_played_device(context: RankContext) -> tuple[Trace, dict[str, float]]:
-    """Two steps of five layers and the root unit. Times in milliseconds."""
     with (
         simulated_device() as device,
         _taking(device, "start_gather", FAST_MS),
@@ -192,8 +177,6 @@ def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
 
 
 class _Clock(_Costs):
-    """The CPU's clock. Time passes when a layer has computed."""
-
     def __init__(self) -> None:
         super().__init__(self)
         self.clock_ms = 0.0
