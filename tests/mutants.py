@@ -264,8 +264,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.recover", Drop("self._close_pass()"), "exceptions invariants"),
         ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory")],
     "core/graph_hooks": [
-        ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:inside"),
-        ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:frozen"),
+        ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:models"),
+        ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:models"),
         ("_keep_lookup", Swap("grad.numel() >= param.layout.numel or ", ""), "lookups:smaller"),
         ("watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "programs"),
         ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "graphs"),
@@ -301,8 +301,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Lookup.rows", Swap(" | (self.indices == self.padding)", ""), "lookups:models"),
         ("lookups_in", Swap(" and not node._saved_scale_grad_by_freq", ""), "lookups:models"),
         ("write_lookups", Swap("total.add_(made)", "made"), "lookups:models"),
-        ("write_lookups", Drop("if scale != 1.0:"), "lookups:scaled"),
-        ("write_lookups", Drop("if dense is place and"), "lookups:scaled"),
+        ("write_lookups", Drop("if scale != 1.0:"), "lookups:bits"),
+        ("write_lookups", Drop("if dense is place and"), "lookups:bits"),
         ("write_lookups", Swap("part.add_(total) if adds else ", ""), "lookups:bits"),
         ("write_lookups", Drop("lookups.clear()"), "lookups:models")],
     "norms": [
@@ -336,7 +336,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
         ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:penalties"),
-        ("UsedParams.finish", Swap("unit.grads.may_have_grad(param)", "param.unsharded.requires_grad"), "dial")],
+        (
+            "UsedParams.finish",
+            Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"),
+            "programs",
+        ),
+    ],
     "core/replicas": [
         ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
         ("OverReplicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
@@ -380,7 +385,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.write_early", Drop("self.slot.weights.shard_read.complete()"), "shared_memory tied matrix"),
         ("UnitGrads.leave", Swap("param.is_left or ", ""), "replicas:only_another"),
         ("UnitGrads.write_early", Swap("param.in_slot.add_(grad) if param.is_written_early else ", ""), "tied"),
-        ("UnitGrads.write_early", Drop("if scale != 1.0"), "lookups:scaled"),
+        ("UnitGrads.write_early", Drop("if scale != 1.0"), "lookups:bits"),
         ("UnitGrads.write_early", Drop("if self.slot.weights is not None"), "tied"),
         ("UnitGrads._write_parts", Swap("param.in_slot if param.is_written_early else grad", "grad"), "tied"),
         ("UnitGrads._write_parts", Drop("param.is_written_early = False"), "tied"),
@@ -394,11 +399,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.drop", Swap("not self._renew()", "False"), "pieces"),
         ("UnitGrads._renew", Drop("is_alone = is_alone and {*map(getrefcount"), "dial:main_grads"),
         ("UnitGrads._renew", Swap("{*map(len, map(vars, given))} == {_ATTRIBUTES}", "True"), "pieces:serve_again"),
-        ("UnitGrads.give", Swap("is_new or param.is_kept", "is_new"), "loops"),
+        ("UnitGrads.give", Swap("is_new or param.is_kept", "is_new"), "loops programs"),
         ("UnitGrads.give", Swap("param.is_used = param.is_kept", "param.is_kept"), "matrix"),
         ("UnitGrads.give", Drop("self.has_unreduced = False"), "invariants"),
         ("UnitGrads.leave", Swap(" or (trains and not in_slot)", ""), "replicas"),
-        ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "dial"),
+        ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "programs"),
         ("UnitGrads.resume", Drop("param.forget_grad("), "invariants"),
         ("UnitGrads.discard", Drop("with AsTensors():"), "invariants exceptions")],
     "forms": [
@@ -510,8 +515,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "torch_private": [
         ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
         ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),
-        ("saved_as_it_is", Drop("data = data[0]"), "lookups:turns")],
-}  # fmt: skip
+        ("saved_as_it_is", Drop("data = data[0]"), "lookups:models"),
+    ],
+}
 
 MUTANTS = [Mutant(file, *change) for file, changes in _BY_FILE.items() for change in changes]
 

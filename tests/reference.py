@@ -37,10 +37,7 @@ FP32 = Precision(param_dtype=torch.float32)
 SEED = 7
 ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 # Slots that units take turns in, and one for each unit. What lies between has the one's weights and the other's grads.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "two slots": {},
-    "a slot each": ALL_SLOTS,
-}
+SETTINGS: dict[str, dict[str, Any]] = {"two slots": {}, "a slot each": ALL_SLOTS}
 # For tests that are ``@on_ranks()``: one rank has no slots, so there is nothing to set.
 each_setting = pytest.mark.parametrize(
     ("world_size", "settings"), [(1, "two slots"), *((2, settings) for settings in SETTINGS)]

@@ -39,25 +39,9 @@ from tests.reference import (
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded
 
 
-class _Stopping(Observer):
-    """Is where `Stop` comes from."""
-
-    def __init__(self, moment: StepEvent) -> None:
-        self._moment = moment
-
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        if moment is self._moment:
-            raise Stop
-
-
 def _assert_at_rest(engine: Engine) -> None:
-    """Assert that no state of a pass or backward is left."""
+    """Assert that no state of a pass or backward is left in units."""
     assert engine.phase is None
-    assert not engine.reductions.is_open
-    _assert_units_at_rest(engine)
-
-
-def _assert_units_at_rest(engine: Engine) -> None:
     for unit in engine.units:
         assert not unit.is_bound, unit.name
         assert unit.grads.state is GradState.GIVEN and unit.grads.slot.content is None, unit.name
@@ -99,10 +83,8 @@ def test_a_rank_whose_forward_fails_issues_the_same_collectives_as_the_others(co
                 model(vector_batch(1, context.rank))
         else:
             model(vector_batch(1, context.rank))
-    digests: list[Any] = engine_inside(model).ranks.gather_objects(
-        "compare logs", engine_inside(model).ranks.recorder.log.digest
-    )
-    assert digests[0] == digests[1]
+    ranks = engine_inside(model).ranks
+    assert len({*map(str, ranks.gather_objects("compare logs", ranks.recorder.log.digest))}) == 1
     stack_step(model, context.call(2))
 
 
@@ -126,6 +108,7 @@ def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext,
         model(vector_batch(1, context.rank))
     assert engine.ranks.recorder.log.count == counts[0]
     engine.ranks.recorder.log.failure = None
+    assert not engine.reductions.is_open
     _assert_at_rest(engine)
 
 
@@ -180,10 +163,15 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     engine = engine_inside(model)
     with pytest.raises(Trouble), failing(model.layers[2]):
         stack_step(model, context.call(1))
-    with engine.streams.observed_by(_Stopping(StepEvent.BACKWARD_ENDS)), pytest.raises(Stop):
+
+    class _Stopping(Observer):
+        def on_event(self, moment: StepEvent, unit: int | None) -> None:
+            if moment is StepEvent.BACKWARD_ENDS:
+                raise Stop
+
+    with engine.streams.observed_by(_Stopping()), pytest.raises(Stop):
         model(vector_batch(1, context.rank))
-    assert engine.phase is None
-    _assert_units_at_rest(engine)
+    _assert_at_rest(engine)
     stack_step(model, context.call(2))
     assert_same(full_grads(model), _grads_of(context, 2, **settings), "gradients", EXACT)
 
@@ -216,10 +204,10 @@ def test_gradients_that_wait_are_not_added_to_those_of_a_step_before(context: Ra
     """The earlier step's gradients were used and cleared, and lie in the same memory."""
     settings = {**ALL_SLOTS, "precision": PRECISIONS["16-bit wire"]}
     found = []
-    for steps in ((0,), ()):
+    for has_stepped in (True, False):
         model = sharded_model(**settings)
-        for step in steps:
-            stack_step(model, context.call(step))
+        if has_stepped:
+            stack_step(model, context.call(0))
             model.zero_grad()
         with model.no_sync():
             stack_step(model, context.call(1))

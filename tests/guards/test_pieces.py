@@ -126,10 +126,7 @@ TOTALS: dict[str, tuple[Callable[[list[Tensor]], Tensor], int]] = {
         lambda grads: torch.norm(torch.stack([(1.0 * g).norm(p=2).to(g.device) for g in grads]), p=2),
         1,
     ),
-    "by keyword": (
-        lambda grads: torch.norm(torch.stack([g.norm() for g in grads]), dtype=torch.float64),
-        1,
-    ),
+    "by keyword": (lambda grads: torch.norm(torch.stack([g.norm() for g in grads]), dtype=torch.float64), 1),
     "stacked by keyword": (lambda grads: torch.stack(tensors=[g.norm() for g in grads]).norm(), 10),
     "by hand": (lambda grads: sum((g.norm() ** 2 for g in grads), torch.zeros(())).sqrt(), 10),
 }

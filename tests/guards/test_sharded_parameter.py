@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import nn
 
-from streamshard import Precision, ShardingError, StreamShard
+from streamshard import ShardingError, StreamShard
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Call, assert_same, assert_trains_like_plain, case, full_grads, piece_of
+from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, case, full_grads, piece_of
 
-FP32 = Precision(param_dtype=torch.float32)
 DIM = 8
 
 
@@ -276,6 +275,3 @@ def test_a_row_as_long_as_a_piece_is_not_taken_for_one(context: RankContext) -> 
             ours * torch.arange(4.0 * DIM)[None]
     else:
         assert torch.equal(piece_of(ours + piece_of(ours).clone()), 2.0 * piece_of(ours))
-
-
-# -- during steps -----------------------------------------------------------------------------------------------------

@@ -13,15 +13,7 @@ from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    assert_same,
-    assert_trains_like_plain,
-    case,
-    full_weights,
-    let_dynamo_look,
-    stack_step,
-)
+from tests.reference import FP32, assert_same, assert_trains_like_plain, case, full_weights, let_dynamo_look, stack_step
 
 # Each changes what an earlier one, of a rank whose shard this rank has gathered, has written.
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -25,8 +25,7 @@ def _state_of_first(model: Any) -> dict[str, Tensor]:
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world_size", "kind", "use_buffers"),
-    [(1, "mean", True), (2, "multi", True), (2, "each", False)],
+    ("world_size", "kind", "use_buffers"), [(1, "mean", True), (2, "multi", True), (2, "each", False)]
 )
 def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str, use_buffers: bool) -> None:
     """Parameters and batch norm's statistics; its counter is copied. In evaluation all ranks use rank 0's buffers."""

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ShardingError
 from streamshard.comm.streams import StreamName
@@ -33,6 +32,7 @@ from tests.reference import (
     failing,
     full_weights,
     lm_step,
+    mesh_2d,
     sharded_model,
     stack_step,
 )
@@ -75,12 +75,9 @@ def step_behind(model: nn.Module) -> Callable[[], None]:
 def run(model: Any, way: str, context: RankContext, after: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
     """Weights after three steps; `after` is called behind each backward."""
     for number in range(3):
-        call = context.call(number)
         for part in range(2 if way == "micro-batches" else 1):
-            if way == "micro-batches":
-                stack_step(model, call._replace(step=2 * number + part))
-            else:
-                SCENARIOS[way].step(model, call)
+            step = stack_step if way == "micro-batches" else SCENARIOS[way].step
+            step(model, context.call(2 * number + part if way == "micro-batches" else number))
             after()
     return full_weights(model)
 
@@ -182,7 +179,7 @@ def test_gradients_in_two_parts_raise_behind_a_hook(context: RankContext) -> Non
 @on_ranks(4)
 def test_hooks_with_replicas_get_averages(context: RankContext) -> None:
     """At the end of backward."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_2d(2, 2)
     behind, model = (sharded("two layers", FP32, mesh=mesh) for _ in range(2))
     step_in_hooks(model)
     wanted = run(behind, "two layers", context, step_behind(behind))

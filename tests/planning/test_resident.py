@@ -111,8 +111,9 @@ def test_an_impossible_resident_module_is_named(resident: Any, message: str) -> 
 
 @on_ranks(2)
 def test_it_trains_like_plain_pytorch(context: RankContext) -> None:
-    """Layers, what is beside them, and pairs of layers around a resident one; units that have no parameters left."""
+    """Layers, what is beside them, and pairs of layers around a resident one; units of any kind; with no parameters."""
     for settings in (
+        {"units": ["head", "layers.1", "layers.2.linear"]},
         {"resident": ["layers.1", "head"]},
         {"resident": ["layers.2"], "min_unit_size": 8 * DIM * DIM},
         {"resident": ["first", "layers.1.linear"]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +19,7 @@ from tests.models import Stack, TinyConfig, TinyLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, Call, Stop, Trouble, adamw, assert_trains_like_plain, case, failing, lm_step, no_sync
 
-
-def _small() -> TinyLM:
-    return TinyLM(TinyConfig(depth=3))
-
-
+_small = functools.partial(TinyLM, TinyConfig(depth=3))
 # By name: the module whose backward or forward fails, how, and whether in backward.
 IN_BACKWARD: dict[str, tuple[str, type[BaseException], bool]] = {
     "at the start of backward": ("head", Trouble, True),
@@ -47,10 +44,7 @@ def _fail(model: nn.Module, call: Call, where: str) -> None:
 
 @on_ranks(1, 2)
 def test_after_an_exception_the_next_step_is_right(context: RankContext) -> None:
-    """On all ranks, from the very first step on; the user clears gradients and goes on.
-
-    Meanwhile layers hold the shards: the user may edit or freeze them, and the engine hears nothing of it.
-    """
+    """On all ranks, from the first step on. Meanwhile layers hold the shards, which the user may edit or freeze."""
     names = list(TROUBLES)
 
     def step(model: nn.Module, call: Call) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import weakref
@@ -28,16 +29,10 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
-    no_sync,
     sgd,
     stack_step,
 )
 from tests.scenarios import RoutedStack
-
-
-def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
-    loss: Tensor = model(vector_batch(3 * call.step + part, call.rank)).square().mean()
-    return loss
 
 
 @on_ranks()
@@ -85,29 +80,6 @@ def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankC
             with pytest.raises(ShardingError, match=said):
                 loss.backward()
     stack_step(model, context.call(2))
-
-
-@on_ranks()
-@each_setting
-def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext, settings: str) -> None:
-    """Weights are gathered anew when they have changed, whatever the context promises."""
-    found = []
-    for is_inside in (True, False):
-        torch.manual_seed(1)
-        model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
-        optimizer = sgd(model)
-        for number in range(3):
-            call = context.call(number)
-            call.backward(_loss(model, call))
-            with no_sync(model, is_inside):
-                with torch.no_grad():
-                    _loss(model, call)
-                optimizer.step()
-                optimizer.zero_grad()
-                loss = _loss(model, call, 1)
-            call.backward(loss)
-        found.append({**full_weights(model), **{f"grad {name}": grad for name, grad in full_grads(model).items()}})
-    assert_same(found[0], found[1], "steps inside")
 
 
 class ForceStack(Stack):
@@ -166,8 +138,7 @@ class Stashing(nn.Module):
         return out
 
 
-def _stashing() -> nn.Module:
-    return Calling(Stashing)
+_stashing = functools.partial(Calling, Stashing)
 
 
 def _only_inside(model: Any, call: Call) -> Tensor:
@@ -189,6 +160,11 @@ def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankCont
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model.layers[2].stash.square().mean().backward()
     assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
+    model = StreamShard(Calling(lambda: Attending(DIM, 2)), precision=FP32)
+    model(vector_batch(0, context.rank))
+    with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
+        model.layers[1].maps.square().mean().backward()  # torch names no version: the layer's weight is in chunks
+    assert "attention maps" in str(explain_version(raised.value))
     for slots in ("all", 2):  # with a slot for each layer, weights stay where they are
         with case(slots):
             resident = ["layers.3"] if slots == 2 else []
@@ -203,22 +179,7 @@ class Attending(nn.MultiheadAttention):
         return x + y
 
 
-@on_ranks(2)
-def test_a_loss_of_attention_maps_alone_raises(context: RankContext) -> None:
-    """Torch names no version where a layer computes with chunks of a weight."""
-    model: Any = StreamShard(Calling(lambda: Attending(DIM, 2)), precision=FP32)
-    model(vector_batch(0, context.rank))
-    with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
-        model.layers[1].maps.square().mean().backward()
-    assert "attention maps" in str(explain_version(raised.value))
-
-
 # -- torch.autograd.grad and backward(inputs=...): of sharded parameters refused, of anything else as ever ------------
-
-
-def _loss_of(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
 
 
 @on_ranks(1, 2)
@@ -230,14 +191,14 @@ def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: Rank
     said = r"'layers\.0\.linear\.weight'.* call loss\.backward"
     for inputs in (params, [x, *params])[: context.world_size]:
         with pytest.raises(ShardingError, match=said):
-            _loss_of(model, x).backward(inputs=inputs)
+            model(x).square().mean().backward(inputs=inputs)
             optimizer.step()
     if context.world_size > 1:
         with pytest.raises(ShardingError, match=said):
-            torch.autograd.grad(_loss_of(model, x), params)
+            torch.autograd.grad(model(x).square().mean(), params)
         for each in (model, StreamShard(Stack(), precision=FP32, resident=Layer)):  # outside of the model
             with pytest.raises(ShardingError, match="create_graph=True.*with weight_slots='all'"):
-                torch.autograd.grad(_loss_of(each, x), x, create_graph=True)
+                torch.autograd.grad(each(x).square().mean(), x, create_graph=True)
     assert_same(full_weights(model), before, "weights")
     model.zero_grad()
     stack_step(model, context.call(0))
@@ -247,4 +208,4 @@ def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: Rank
         for name, param in model.named_parameters():
             param.requires_grad_(name.endswith(trained))
         with pytest.raises(ShardingError, match=f"{trained}' cannot be differentiated again"):
-            _loss_of(model, x).backward(create_graph=True)
+            model(x).square().mean().backward(create_graph=True)

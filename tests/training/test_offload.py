@@ -151,11 +151,7 @@ def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, wor
 
 
 # By what a wait guards that the race detector does not see (test_waits), steps that need it; None: the scenario's.
-_WAITS: dict[str, Any] = {
-    "chunk 0": None,
-    "stepped chunks": None,
-    "what compute has written": _clip,
-}
+_WAITS: dict[str, Any] = {"chunk 0": None, "stepped chunks": None, "what compute has written": _clip}
 
 
 @on_ranks(2)
@@ -237,8 +233,7 @@ class _Waits(Observer):
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world_size", "around"),
-    [(1, contextlib.nullcontext), (2, functools.partial(Join, repeat=print))],
+    ("world_size", "around"), [(1, contextlib.nullcontext), (2, functools.partial(Join, repeat=print))]
 )
 def test_the_host_never_waits_in_a_steady_step(context: RankContext, around: Callable[..., Any]) -> None:
     """Micro-batches, clipping, the step and clearing of gradients included."""

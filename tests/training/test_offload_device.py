@@ -81,10 +81,7 @@ def _generated(context: RankContext, **settings: Any) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     greedy: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    found = {
-        "greedy": model.generate(tokens.to(model.device), **greedy),
-        "from nothing": model.generate(**greedy),
-    }
+    found = {"greedy": model.generate(tokens.to(model.device), **greedy), "from nothing": model.generate(**greedy)}
     if context.world_size == 1:  # else NCCL would get the tokens, with or without offload
         found["from host memory"] = model.generate(tokens, **greedy)
     model.eval()
