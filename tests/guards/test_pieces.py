@@ -6,11 +6,13 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
@@ -239,21 +241,10 @@ def test_a_backward_adds_to_a_gradient_that_was_given_other_memory(context: Rank
 # -- what sharding forbids --------------------------------------------------------------------------------------------
 
 
-def _fully_shard(model: nn.Module) -> object:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model)
-
-
-def _fsdp(model: nn.Module) -> object:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-
+_fsdp = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
 WRAPPERS: dict[str, Callable[[Any], object]] = {
-    r"chunk\(\) of parameter 'layers.*Leave fully_shard out": _fully_shard,
-    r"chunk\(\) of parameter 'layers\.1": lambda model: _fully_shard(model.layers[1]),
+    r"chunk\(\) of parameter 'layers.*Leave fully_shard out": fully_shard,
+    r"chunk\(\) of parameter 'layers\.1": lambda model: fully_shard(model.layers[1]),
     "FSDP around Stack, which StreamShard has sharded": _fsdp,
     # What DataParallel calls where there are two GPUs.
     "DataParallel around Stack, which StreamShard has sharded": lambda model: model._replicate_for_data_parallel(),
@@ -287,7 +278,7 @@ def test_zero_redundancy_optimizer_of_pieces_raises(context: RankContext) -> Non
 
 
 def _step_in_backward(model: nn.Module) -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim import _apply_optimizer_in_backward  # its import warns: allowed on ranks only
 
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
 

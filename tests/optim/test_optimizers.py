@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from streamshard import Precision, StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.errors import ShardingError
-from tests.models import Stack, vector_batch
+from tests.models import Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
@@ -218,31 +218,21 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
 # -- loss scaling --------------------------------------------------------------------------------------------------
 
 
-class Tiny(nn.Module):
+class Tiny(Stack):
     """Units of one element each: with two ranks or more, all pieces of the last rank are empty."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+        self.layers = nn.ModuleList(Layer(1, bias=False) for _ in range(3))
+        self.head = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :1]
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-def _scaled_backward(model: Any, scaler: GradScaler, rank: int, number: int = 0) -> None:
-    loss = model(vector_batch(number, rank)).float().square().mean()
-    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return super().forward(x[:, :1])
 
 
 def _copied(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {
-        f"{number}.{name}": value.detach().clone()
-        for number, values in enumerate(optimizer.state.values())
-        for name, value in values.items()
-    }
+    states = enumerate(optimizer.state.values())
+    return {f"{number}.{name}": value.detach().clone() for number, its in states for name, value in its.items()}
 
 
 # Unscaled by itself, or by the step; main grads in slots; pieces of which some are empty.
@@ -268,7 +258,7 @@ def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
     last_owner = 0 if build is Tiny else context.world_size - 1
     for number, scale in enumerate((8.0, 4.0, 4.0)):
         weights, state = full_weights(model), _copied(optimizer)
-        _scaled_backward(model, scaler, context.rank, number)
+        scaler.scale(model(vector_batch(number, context.rank)).float().square().mean()).backward()  # type: ignore[no-untyped-call]
         if number == 1 and context.rank == last_owner:
             piece_of(next(p for p in model.parameters() if piece_of(p).numel()).grad)[...] = math.inf
         if clips:

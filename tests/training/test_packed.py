@@ -191,25 +191,22 @@ def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
 def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
     """Before any other rank is met."""
     bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
-    unquantized = nn.Sequential(bnb.nn.Linear4bit(_WIDTH, _WIDTH))
-    with pytest.raises(ShardingError, match=r"'0\.weight' is not quantized yet"):
-        StreamShard(unquantized)
-    repacked = _four_bit()
-    repacked.layers[0].base.weight.quant_state.packing_format_for_cpu = True  # type: ignore[union-attr]
-    with pytest.raises(ShardingError, match=r"layers\.0\.base\.weight' was repacked for a CPU"):
-        StreamShard(repacked)
+    repacked: Any = _four_bit()
+    repacked.layers[0].base.weight.quant_state.packing_format_for_cpu = True
     eight_bit = nn.Sequential(bnb.nn.Linear8bitLt(_WIDTH, _WIDTH, has_fp16_weights=False))
     eight_bit[0].weight.data = torch.zeros(_WIDTH, _WIDTH, dtype=torch.int8)
-    with pytest.raises(ShardingError, match=r"'0\.weight' is a Int8Params"):
-        StreamShard(eight_bit)
-    trained = _torchao("Int8WeightOnlyConfig").requires_grad_(True)
-    with pytest.raises(ShardingError, match=r"'layers\.0\.base\.weight' is a Int8Tensor"):
-        StreamShard(trained)
-    strided = _torchao("Int8WeightOnlyConfig")
+    strided: Any = _torchao("Int8WeightOnlyConfig")
     weight = strided.layers[1].base.weight
     weight.scale = weight.scale.expand(_WIDTH, 2)
-    with pytest.raises(ShardingError, match=r"'layers\.1\.base\.weight' is a Int8Tensor"):
-        StreamShard(strided)
+    for model, said in (
+        (nn.Sequential(bnb.nn.Linear4bit(_WIDTH, _WIDTH)), r"'0\.weight' is not quantized yet"),
+        (repacked, r"layers\.0\.base\.weight' was repacked for a CPU"),
+        (eight_bit, r"'0\.weight' is a Int8Params"),
+        (_torchao("Int8WeightOnlyConfig").requires_grad_(True), r"'layers\.0\.base\.weight' is a Int8Tensor"),
+        (strided, r"'layers\.1\.base\.weight' is a Int8Tensor"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            StreamShard(model)
 
 
 # -- torchao's tensors, which consist of others -----------------------------------------------------------------------
