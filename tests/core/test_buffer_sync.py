@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard import CommunicationError, RankMismatchError, ShardingError, StreamShard
 from tests.models import DIM, NormStack, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, case, counted_collectives, full_weights, sgd
+from tests.reference import FP32, assert_same, case, counted_collectives, full_weights, sgd, sharded_model
 from tests.scenarios import over_sockets
 
 SEED = 5
@@ -272,7 +272,7 @@ def talk(model: nn.Module, context: RankContext, steps: int = 1) -> dict[str, in
 @on_ranks(2)
 def test_evaluation_and_passes_inside_no_sync_send_no_statistics(context: RankContext) -> None:
     """After the first ones, which send what training has changed."""
-    model: Any = StreamShard(NormStack(), precision=FP32)
+    model = sharded_model(NormStack)
     talk(model, context)
     with torch.no_grad():
         model(vector_batch(0, context.rank))

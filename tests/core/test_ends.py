@@ -17,17 +17,8 @@ from streamshard import plan
 from streamshard.errors import CommunicationError, ShardingError
 from streamshard.planning.memory import Category
 from tests.models import DIM, TinyConfig, UsingLM, token_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    assert_trains_like_plain,
-    case,
-    engine_inside,
-    full_weights,
-    lm_step,
-    sharded_model,
-)
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import FP32, assert_trains_like_plain, case, engine_inside, full_weights, lm_step, sharded_model
 from tests.scenarios import over_sockets
 
 BOTH = {"embedding", "head"}

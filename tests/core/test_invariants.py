@@ -13,18 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard import StreamShard
 from streamshard.comm.streams import Collective, Observer, StepEvent
 from streamshard.core.engine import Engine
 from streamshard.core.slots import WEIGHT_TRANSITIONS, WeightState
 from streamshard.core.unit_grads import GRAD_TRANSITIONS, GradState
 from streamshard.errors import StateError
-from tests.models import Layer, Stack, stack_of, vector_batch
+from tests.models import Layer, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
-    FP32,
     Stop,
     Trouble,
     adamw,
@@ -115,7 +113,7 @@ def test_an_interrupted_or_failed_rank_issues_nothing_more(context: RankContext,
 @on_ranks(2)
 def test_a_layer_frozen_after_its_gradient_waited_is_not_reduced(context: RankContext) -> None:
     """A layer whose gradient has waited, was reduced, and is frozen from then on."""
-    model: Any = sharded_model(**ALL_SLOTS)
+    model = sharded_model(**ALL_SLOTS)
     with model.no_sync():
         stack_step(model, context.call(0))
     stack_step(model, context.call(1))
@@ -274,7 +272,7 @@ def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: 
 @on_ranks(1)
 def test_a_move_that_is_no_transition_raises(context: RankContext) -> None:
     """Of a unit's gradients and of a weight slot."""
-    unit = engine_inside(StreamShard(Stack(), precision=FP32)).units[1]
+    unit = engine_inside(sharded_model()).units[1]
     weights, grads = unit.weight_slot, unit.grads
     machines: list[tuple[Any, Any, Any, Any]] = [
         (GradState, GRAD_TRANSITIONS, grads, grads.move),

@@ -111,21 +111,19 @@ def test_sums_in_rank_order_have_the_bits_of_one_shard_group(context: RankContex
 
 @on_ranks(4)
 def test_accumulation_layer_by_layer_equals_a_loop(context: RankContext) -> None:
-    def weights(*, at_once: bool, **settings: Any) -> dict[str, Tensor]:
-        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+    models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
+    for model in models:
         optimizer = adamw(model)
         for step in range(3):
             parts = [vector_batch(3 * step + part, context.rank) for part in range(3)]
-            if at_once and step:
+            if model is models[0] and step:
                 model.accumulate(parts, lambda model, part: model(part).square().mean())
             else:
                 for part in parts:
                     model(part).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return full_weights(model)
-
-    assert_same(weights(at_once=True, **outer(2, 2)), weights(at_once=False), "weights", NEAR)
+    assert_same(*map(full_weights, models), "weights", NEAR)
 
 
 @on_ranks(4)
@@ -198,7 +196,7 @@ def test_all_ranks_gather_weights_that_only_ranks_with_elements_have_written(
 @on_ranks(4)
 def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext) -> None:
     """None waits in the shard group until the one before has left its buffer."""
-    model: Any = sharded_model(stack_of(Layer, 6), **outer(2, 2))
+    model = sharded_model(stack_of(Layer, 6), **outer(2, 2))
     transport = engine_inside(model).outer.ranks.transport
     with mock.patch.object(transport, "start_reduce", wraps=transport.start_reduce) as start:
         stack_step(model, Call(0, context.rank, 4, 1.0))
@@ -211,8 +209,8 @@ def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext
 def test_a_backward_that_fails_inside_no_sync_leaves_no_sums(context: RankContext) -> None:
     """The next step has no gradient of it; gradients from before ``no_sync()`` count."""
 
-    def weights(**settings: Any) -> dict[str, Tensor]:
-        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+    models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
+    for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         call = Call(0, context.rank, 4, 1.0)
         with model.no_sync():
@@ -225,15 +223,13 @@ def test_a_backward_that_fails_inside_no_sync_leaves_no_sums(context: RankContex
                 stack_step(model, call._replace(step=step + 1))
         stack_step(model, call)
         optimizer.step()
-        return full_weights(model)
-
-    assert_same(weights(**outer(2, 2)), weights(), "weights", NEAR)
+    assert_same(*map(full_weights, models), "weights", NEAR)
 
 
 @on_ranks(4)
 def test_memory_is_what_the_formula_says(context: RankContext) -> None:
     """4 bytes of main weights, and moments, over all ranks; 2 over the ranks of a replica; 4 for sums of no_sync()."""
-    model: Any = sharded_model(stack_of(Layer, 6), precision=BF16, **outer(2, 2))
+    model = sharded_model(stack_of(Layer, 6), precision=BF16, **outer(2, 2))
     engine = engine_inside(model)
     optimizer = adamw(model)
     stack_step(model, Call(0, context.rank, 4, 1.0))

@@ -18,18 +18,8 @@ from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_tensor import ShardedTensor
 from tests.models import Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    assert_same,
-    built,
-    case,
-    counted_collectives,
-    full_grads,
-    sharded_model,
-    stack_step,
-)
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import FP32, assert_same, built, case, counted_collectives, full_grads, sharded_model, stack_step
 
 
 def _pair() -> tuple[Any, nn.Module]:
@@ -296,7 +286,7 @@ def test_what_marks_parameters_for_its_own_gradients_raises(context: RankContext
         (_step_in_backward, "_in_backward_optimizers.*register_post_accumulate_grad_hook"),
         (_sample_gradients, r"parameter '.*weight' has grad_sample: .*opacus"),
     ):
-        model: Any = StreamShard(Stack(), precision=FP32) if is_sharded else Stack()
+        model = sharded_model() if is_sharded else Stack()
         mark(model)
         with case(words), pytest.raises(ShardingError, match=words):
             stack_step(model if is_sharded else StreamShard(model, precision=FP32), Call(0, 0, 1, 1.0))

@@ -18,8 +18,8 @@ from torch import nn
 
 from streamshard import ShardingError, StreamShard
 from tests.models import Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, case, full_grads, piece_of
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import EXACT, assert_same, assert_trains_like_plain, case, full_grads, piece_of, sharded_model
 
 DIM = 8
 
@@ -41,7 +41,7 @@ def build() -> nn.Module:
 
 
 def sharded() -> Any:
-    return StreamShard(build(), precision=FP32)
+    return sharded_model(build)
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class Narrow(nn.Module):
 @on_ranks(4)
 def test_a_row_as_long_as_a_piece_is_not_taken_for_one(context: RankContext) -> None:
     """Optimizers keep plain tensors of the shapes of pieces; a row of the same length would be another thing."""
-    model = StreamShard(nn.Sequential(Narrow(), Narrow()), precision=FP32)
+    model = sharded_model(lambda: nn.Sequential(Narrow(), Narrow()))
     ours, start = model[0].rows, model.local_ranges()["0.rows"].start
     if context.rank in (1, 2):
         assert start % (4 * DIM) and piece_of(ours).shape == (1, 4 * DIM)

@@ -6,21 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard.optim import update_parameters
 from tests.models import DIM, NormStack, Stack
-from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Tolerance, assert_same, counted_collectives, sgd, train_stack
-
-
-def _state_of_first(model: Any) -> dict[str, Tensor]:
-    state = [model.full_state_dict()]
-    dist.broadcast_object_list(state)
-    return state[0]
+from tests.ranks import RankContext, everywhere, on_ranks
+from tests.reference import EXACT, FP32, Tolerance, assert_same, counted_collectives, sgd, sharded_model, train_stack
 
 
 @on_ranks()
@@ -37,7 +30,7 @@ def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str,
     for step in range(3):
         train_stack(model, optimizer, context, first=step, steps=1)
         update_parameters(average, model, step, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers)
-        plain.load_state_dict(_state_of_first(model))
+        plain.load_state_dict(everywhere(model.full_state_dict())[0])
         wanted.update_parameters(plain)
         with torch.no_grad():
             average.eval()(torch.zeros(1, DIM))
@@ -49,7 +42,7 @@ def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str,
 def test_models_that_do_not_fit_together_are_not_averaged(context: RankContext) -> None:
     """Each error names the first tensor. Nothing has changed."""
 
-    model, average = StreamShard(Stack(), precision=FP32), StreamShard(Stack().requires_grad_(False), precision=FP32)
+    model, average = sharded_model(), StreamShard(Stack().requires_grad_(False), precision=FP32)
     before = average.full_state_dict(rank0_only=False)
     for other, said in (
         (NormStack(), "the model alone has the buffer 'norms.0.running_mean'"),
@@ -72,7 +65,7 @@ def test_an_average_from_the_meta_device_begins_as_a_copy(context: RankContext) 
     """Buffers get values too. A later update of an average without values raises."""
     with torch.device("meta"):
         average = StreamShard(NormStack().requires_grad_(False), precision=FP32)
-    model = StreamShard(NormStack(), precision=FP32)
+    model = sharded_model(NormStack)
     with pytest.raises(ShardingError, match="is empty"):
         update_parameters(average, model, 1)
     update_parameters(average, model, 0)

@@ -18,17 +18,8 @@ from streamshard import DistributedOptimizer, StreamShard
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 from streamshard.optim import elementwise
 from tests.models import Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    Call,
-    assert_same,
-    assert_trains_like_plain,
-    built,
-    full_weights,
-    sgd,
-    sharded_model,
-    stack_step,
-)
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import assert_same, assert_trains_like_plain, built, full_weights, sgd, sharded_model, stack_step
 
 # -- threads ------------------------------------------------------------------------------------------------------
 

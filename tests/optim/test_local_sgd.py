@@ -15,15 +15,8 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from streamshard import (
-    ConfigError,
-    DistributedOptimizer,
-    LocalSGD,
-    Precision,
-    ShardingError,
-    full_optimizer_state_dict,
-    load_optimizer_state_dict,
-)
+from streamshard import DistributedOptimizer, LocalSGD, Precision, full_optimizer_state_dict, load_optimizer_state_dict
+from streamshard.errors import ConfigError, ShardingError
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (

@@ -17,7 +17,7 @@ from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.nested import tensors_in
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, adamw, case, engine_inside, lm_step, stack_step
+from tests.reference import adamw, case, engine_inside, lm_step, sharded_model, stack_step
 from tests.scenarios import BF16, PRECISIONS, RoutedStack, over_sockets, sharded, train
 from tests.simulated import simulated_device
 
@@ -142,7 +142,7 @@ class _Largest(TorchDispatchMode):
 @on_ranks(2)
 def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> None:
     """Weights are gathered and gradients reduced in place: a step makes activations and gradients, not copies."""
-    model = StreamShard(RoutedStack(), precision=FP32)
+    model = sharded_model(RoutedStack)
     call = context.call(0)
     stack_step(model, call)
     unit_numel = engine_inside(model).units[1].layout.padded_numel

@@ -28,6 +28,7 @@ from tests.reference import (
     counted_collectives,
     lm_step,
     sgd,
+    sharded_model,
     stack_step,
     train_stack,
 )
@@ -160,7 +161,7 @@ def test_classes_of_any_layout_and_metaclass_train_like_plain_pytorch(
 @on_ranks(2)
 def test_layers_of_a_sharded_model_cannot_be_cast_or_emptied(context: RankContext) -> None:
     """The layer's own ``.half()`` is refused as the model's is."""
-    model = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     for change in (lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta")):
         for module in (model, model.layers[0]):
             with pytest.raises(ShardingError, match=f"{type(module).__name__} is sharded by StreamShard"):
@@ -190,7 +191,7 @@ def test_inference_mode_leaves_nothing_behind_that_cannot_train(context: RankCon
 @on_ranks(2)
 def test_transforms_that_differentiate_are_refused_and_vmap_is_not(context: RankContext) -> None:
     """`torch.func.grad` and its kin cannot see through gathers; the error says what can."""
-    model = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     x = vector_batch(0, context.rank)
     for transform in (
         lambda: torch.func.grad(lambda x: model(x).sum())(x),
@@ -223,7 +224,7 @@ def test_a_group_without_this_rank_is_refused_by_what_it_is(context: RankContext
 @on_ranks(2)
 def test_a_layers_forward_outside_of_a_pass_raises_and_names_the_parameter(context: RankContext) -> None:
     """The error is not about shapes that do not match. Printing a parameter works."""
-    model: Any = StreamShard(TinyLM(), precision=FP32)
+    model = sharded_model(TinyLM)
     x = torch.zeros(2, 3, DIM)
     for call, name in (
         (lambda: model.blocks[0].up(x), "up"),
@@ -243,7 +244,7 @@ def test_a_layers_forward_outside_of_a_pass_raises_and_names_the_parameter(conte
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
 def test_collecting_weights_during_a_pass_raises(context: RankContext, hook: str) -> None:
     """In hooks of forward and of backward; the step goes on."""
-    model: Any = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     whole = model.full_state_dict(rank0_only=False)
     calls: dict[str, Callable[[], object]] = {
         "state_dict": model.state_dict,

@@ -97,7 +97,7 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
 @on_ranks(2)
 def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones(context: RankContext) -> None:
     """Until then they lie in the slots. The sum is right, and a gradient that was kept from before raises."""
-    model: Any = StreamShard(Even(), precision=FP32, **ALL_SLOTS)
+    model = sharded_model(Even, **ALL_SLOTS)
     for number in range(2):
         assert model.memory_report().held_bytes["main grads"] == 0
         model.zero_grad()

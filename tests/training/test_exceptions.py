@@ -15,9 +15,20 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from streamshard.core import backward
 from streamshard.errors import ShardingError, log
-from tests.models import Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, Stop, Trouble, adamw, assert_trains_like_plain, case, failing, lm_step, no_sync
+from tests.reference import (
+    Call,
+    Stop,
+    Trouble,
+    adamw,
+    assert_trains_like_plain,
+    case,
+    failing,
+    lm_step,
+    no_sync,
+    sharded_model,
+)
 
 _small = functools.partial(TinyLM, TinyConfig(depth=3))
 # By name: the module whose backward or forward fails, how, and whether in backward.
@@ -132,7 +143,7 @@ def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankCont
 @on_ranks(2)
 def test_the_users_exception_is_raised_unchanged(context: RankContext) -> None:
     """Torch's error for a bad input, not one of the engine's; an exception inside `no_sync` leaves the context."""
-    model = StreamShard(TinyLM(), precision=FP32)
+    model = sharded_model(TinyLM)
     with pytest.raises(IndexError):
         model(torch.full((2, 6), 10_000))
     with pytest.raises(TypeError, match="forward"):
@@ -146,7 +157,7 @@ def test_the_users_exception_is_raised_unchanged(context: RankContext) -> None:
 @on_ranks(2)
 def test_another_thread_cannot_use_the_model_during_a_backward(context: RankContext) -> None:
     """Its call raises, and the backward goes on."""
-    model: Any = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     raised: list[str] = []
 
     def call_aside(call: Callable[[], object]) -> None:

@@ -30,6 +30,7 @@ from tests.reference import (
     full_grads,
     full_weights,
     sgd,
+    sharded_model,
     stack_step,
 )
 from tests.scenarios import RoutedStack
@@ -41,7 +42,7 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
     """At once, as a plain module, without help of the garbage collector: its buffers are most of a device's memory."""
     gc.collect()
     gc.disable()
-    model: Any = StreamShard(RoutedStack(), precision=FP32, **SETTINGS[settings])
+    model = sharded_model(RoutedStack, **SETTINGS[settings])
     optimizer = sgd(model)
     for number in range(2):
         stack_step(model, context.call(number))
@@ -65,7 +66,7 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
 @each_setting
 def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankContext, settings: str) -> None:
     """As in torch: old activations and new weights make no gradient. All ranks raise."""
-    model: Any = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
+    model = sharded_model(**SETTINGS[settings])
     whole = model.full_state_dict(rank0_only=False)
     parts = (model.parameters(), model.head.parameters(), model.layers[2].parameters(), [model.layers[2].linear.bias])
     steps = {n: torch.optim.SGD(part, 1.0).step for n, part in enumerate(parts)}  # a rank may own no piece of a bias
@@ -94,7 +95,7 @@ class ForceStack(Stack):
 @on_ranks(2)
 def test_a_model_that_differentiates_through_its_layers_raises(context: RankContext) -> None:
     """In the middle of the forward, when the layers' weights have left their slots. Resident layers may be."""
-    model = StreamShard(ForceStack(), precision=FP32)
+    model = sharded_model(ForceStack)
     with pytest.raises(ShardingError, match=r"forward goes through 'layers\.\d'.*resident=\['layers"):
         model(vector_batch(0, context.rank))
     layers = [f"layers.{index}" for index in range(4)]
@@ -113,7 +114,7 @@ def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) 
                 super().forward(x).sum().backward()
             return super().forward(x)
 
-    model = StreamShard(Learning(), precision=FP32)
+    model = sharded_model(Learning)
     with pytest.raises(ShardingError, match=r"inside the model's forward .* gradient of '(head|layers)"):
         model(vector_batch(0, context.rank))
     model.learns = False
@@ -149,7 +150,7 @@ def _only_inside(model: Any, call: Call) -> Tensor:
 @on_ranks(2)
 def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankContext) -> None:
     """No gradient comes to the layer's output, so nothing says that backward needs its weights."""
-    model: Any = StreamShard(_stashing(), precision=FP32)
+    model = sharded_model(_stashing)
     call = context.call(0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
@@ -185,7 +186,7 @@ class Attending(nn.MultiheadAttention):
 @on_ranks(1, 2)
 def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: RankContext) -> None:
     """With the alternative, and the next step is right. Torch 2.13 asks parameters before a backward of them."""
-    model: Any = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     params, optimizer = list(model.parameters()), sgd(model)
     before, x = full_weights(model), vector_batch(0, context.rank).requires_grad_()
     said = r"'layers\.0\.linear\.weight'.* call loss\.backward"
@@ -196,7 +197,7 @@ def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: Rank
     if context.world_size > 1:
         with pytest.raises(ShardingError, match=said):
             torch.autograd.grad(model(x).square().mean(), params)
-        for each in (model, StreamShard(Stack(), precision=FP32, resident=Layer)):  # outside of the model
+        for each in (model, sharded_model(resident=Layer)):  # outside of the model
             with pytest.raises(ShardingError, match="create_graph=True.*with weight_slots='all'"):
                 torch.autograd.grad(each(x).square().mean(), x, create_graph=True)
     assert_same(full_weights(model), before, "weights")
@@ -204,7 +205,7 @@ def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: Rank
     stack_step(model, context.call(0))
     assert all(grad is not None for grad in full_grads(model).values())
     for trained in ("weight", "bias"):  # a large one and a small one, in layers whose weights stay
-        model = StreamShard(Stack(), precision=FP32, weight_slots="all")
+        model = sharded_model(weight_slots="all")
         for name, param in model.named_parameters():
             param.requires_grad_(name.endswith(trained))
         with pytest.raises(ShardingError, match=f"{trained}' cannot be differentiated again"):

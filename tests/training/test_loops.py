@@ -13,12 +13,11 @@ import pytest
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from streamshard import RankMismatchError, StreamShard
+from streamshard import RankMismatchError
 from tests.models import Stack, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     Call,
     adamw,
     assert_same,
@@ -90,7 +89,7 @@ def test_clipping_uses_the_norm_over_all_ranks(context: RankContext) -> None:
 @on_ranks(2)
 def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext) -> None:
     """One bad element on one rank's piece: every rank's norm says so, and skips. Without any gradient it is zero."""
-    model: Any = StreamShard(TinyLM(), precision=FP32)
+    model = sharded_model(TinyLM)
     assert float(model.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
     lm_step(model, context.call(0))
     if context.rank == 1:
@@ -129,4 +128,4 @@ def test_a_rank_that_splits_a_batch_alone_is_found_out_of_step(context: RankCont
     for everyone, is_device, found in ((True, False, -1), (False, False, 3), (False, True, 5)):
         with simulated_device() if is_device else contextlib.nullcontext():
             parts = [1, 1, 2 if everyone or context.rank == 0 else 1, 1, 1, 1]
-            assert _train_in_parts(StreamShard(Stack(), precision=FP32), context.rank, parts) == found
+            assert _train_in_parts(sharded_model(), context.rank, parts) == found

@@ -39,6 +39,7 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
+    sharded_model,
 )
 from tests.scenarios import BF16, OFFLOAD, RESIDENT
 from tests.training.test_offload_events import Run, device_of, lateness
@@ -62,7 +63,7 @@ def test_the_device_of_a_model_is_where_it_computes(context: RankContext) -> Non
     """Its class has a property `device`; so may that of a model inside."""
     with device_of(context):
         model: Any = StreamShard(built(lambda: nn.Sequential(Placed())), precision=FP32, **OFFLOAD)
-        alone: Any = StreamShard(built(Placed), precision=FP32, **RESIDENT)
+        alone = sharded_model(Placed, **RESIDENT)
         host = engine_inside(model).host
         assert host is not None
         host.device = META  # a device that no parameter is on
@@ -118,7 +119,7 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
         raise Trouble(inputs[0].device)
 
     with device_of(context):
-        model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
+        model = sharded_model(**OFFLOAD)
         model.register_forward_pre_hook(stop)
         host = engine_inside(model).host
         assert host is not None

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import (
-    CheckpointError,
-    ShardingError,
-    StreamShard,
-    export_safetensors,
-    load_checkpoint,
-    save_checkpoint,
-)
+from streamshard import StreamShard, export_safetensors, load_checkpoint, save_checkpoint
+from streamshard.errors import CheckpointError, ShardingError
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -30,6 +24,7 @@ from tests.reference import (
     assert_trains_like_plain,
     built,
     full_weights,
+    sharded_model,
     stack_step,
     train_stack,
 )
@@ -171,7 +166,7 @@ def test_rank_0_has_the_scales_of_all_ranks(context: RankContext, form: str) -> 
 def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
     context: RankContext, form: str, tmp_path: Path
 ) -> None:
-    model = StreamShard(built(FORMS[form]), precision=FP32)
+    model = sharded_model(FORMS[form])
     optimizer = adamw(model)
     stack_step(model, context.call(0))
     optimizer.step()
@@ -180,7 +175,7 @@ def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
     with pytest.raises(ShardingError, match=r"copy\(\) of parameter 'layers.0.base.weight' .*copy.deepcopy\(\)"):
         copy.copy(weight)
     assert torch.equal(copy.deepcopy(weight), weight)
-    again = StreamShard(built(FORMS[form]), precision=FP32)
+    again = sharded_model(FORMS[form])
     load_checkpoint(tmp_path, again, adamw(again))
     assert_same(full_weights(again), full_weights(model), "state", EXACT)
     torch.manual_seed(11)
@@ -216,7 +211,7 @@ def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
 @pytest.mark.parametrize("form", ["torchao int8", "torchao nf4"])
 def test_parts_are_guarded_as_weights_are(context: RankContext, form: str) -> None:
     """Reads by another layer, and writes by the own one, of the part in the slot; torch sees neither."""
-    model = StreamShard(built(FORMS[form]), precision=FP32, weight_slots=2)
+    model = sharded_model(FORMS[form], weight_slots=2)
     kinds = {type(layer.base.weight).__name__ for layer in model.layers}
     assert kinds == {"Int8Tensor" if "int8" in form else "NF4Tensor"}
     part = "qdata" if "int8" in form else "quantized_data"
@@ -251,7 +246,7 @@ def test_a_packed_base_streams_from_host_memory(context: RankContext) -> None:
     """Its bytes are fetched twice in a step, late, and stay the same. Adapters train as without ``offload``."""
 
     def trained(**settings: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        model: Any = StreamShard(built(FORMS["uint8"]), precision=FP32, **settings)
+        model = sharded_model(FORMS["uint8"], **settings)
         with late(model):
             train_stack(model, adamw(model), context)
             return full_weights(model), _packed(model)

@@ -318,7 +318,7 @@ def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: 
     """Inside a layer nothing else notices. Gradients are near those of fp32."""
     precision = Precision(fp32_modules=[nn.LayerNorm, "gate"])
     plain: Any = built(Gated)
-    model: Any = sharded_model(Gated, precision=precision)
+    model = sharded_model(Gated, precision=precision)
     single = sharded_model(Gated)
     inputs = vector_batch(0, context.rank)
     found = model(inputs)
@@ -340,7 +340,7 @@ def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: 
 def test_batch_norm_trains_in_a_half_precision_model(context: RankContext) -> None:
     """Its weights and statistics are fp32 without being listed."""
     plain: Any = built(NormStack)
-    model: Any = sharded_model(NormStack, precision="bf16")
+    model = sharded_model(NormStack, precision="bf16")
     assert in_fp32(model) == {name for name, _ in model.named_parameters() if name.startswith("norms")}
     call = context.call(0)
     stack_step(model, call)
