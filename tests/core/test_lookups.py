@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from streamshard.config import Precision
 from streamshard.core import graph_hooks
 from tests.models import TinyConfig, UsingLM, token_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    Call,
     adamw,
     assert_trains_like_plain,
     case,

@@ -34,13 +34,12 @@ from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
 from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
     FP32,
     NEAR,
-    Call,
     Trouble,
     adamw,
     assert_same,

@@ -16,13 +16,12 @@ from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, everywhere, on_ranks
+from tests.ranks import Call, RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
     FP32,
     NEAR,
-    Call,
     adamw,
     assert_same,
     assert_trains_like_plain,

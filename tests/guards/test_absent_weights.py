@@ -20,10 +20,9 @@ from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests.adversary import make_adversarial
 from tests.models import DIM, Layer, Stack, stack_of, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     FP32,
-    Call,
     assert_same,
     assert_trains_like_plain,
     case,

@@ -21,13 +21,12 @@ from torch.optim import Optimizer
 from streamshard import Precision, StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.errors import ShardingError
 from tests.models import Layer, Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
     FP32,
     NEAR,
-    Call,
     Tolerance,
     assert_same,
     assert_trains_like_plain,

@@ -154,14 +154,6 @@ def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> No
 # -- while a model is built -------------------------------------------------------------------------------------------
 
 
-class Wide(nn.Module):
-    """4 MiB for each matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(12)])
-
-
 def _walk(events: Sequence[Any]) -> Iterator[Any]:
     for event in events:
         yield event
@@ -173,7 +165,7 @@ def _walk(events: Sequence[Any]) -> Iterator[Any]:
 def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext) -> None:
     """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, simulated_device():
-        model = StreamShard(Wide(), precision=BF16)
+        model = StreamShard(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))), precision=BF16)
     assert len(list(model.parameters())) == 24
     kind = torch._C._profiler._EventType.Allocation
     events = [e for e in _walk(profiled.profiler.kineto_results.experimental_event_tree()) if e.tag == kind]

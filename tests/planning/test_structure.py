@@ -17,11 +17,10 @@ from streamshard import StreamShard
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
 from streamshard.planning.structure import check_params
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
-    Call,
     adamw,
     assert_same,
     assert_trains_like_plain,

@@ -17,9 +17,8 @@ from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests.models import DIM, Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
-    Call,
     adamw,
     assert_trains_like_plain,
     engine_inside,

@@ -13,7 +13,7 @@ from torch import nn
 from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
 from streamshard.planning.memory import Category
-from tests.models import TinyConfig, TinyLM
+from tests.models import Layer, TinyConfig, TinyLM, stack_of
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
@@ -38,19 +38,11 @@ from tests.scenarios import over_sockets
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
 
 
-class Even(nn.Module):
+def _even() -> Any:
     """Eight layers and a head whose sizes need no padding at 1 to 4 ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48, bias=False) for _ in range(8))
-        self.head = nn.Linear(48, 24, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        out: torch.Tensor = self.head(x)
-        return out
+    stack = stack_of(lambda: Layer(48, bias=False), 8)()
+    stack.head = nn.Linear(48, 24, bias=False)
+    return stack
 
 
 # Bytes per trained parameter with Adam, for N ranks, without what slots add; "all" slots are in the formula.
@@ -69,7 +61,7 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
     size, layer, head = context.world_size, 48 * 48, 24 * 48
     for name, (precision, settings, constant, sharded_bytes) in FORMULAS.items():
         sockets, frozen = "sockets" in name, 4 * layer * ("frozen" in name)
-        plain = Even()
+        plain = _even()
         if frozen:
             plain.layers[2:6].bfloat16().requires_grad_(False)
         with case(name), over_sockets() if sockets else contextlib.nullcontext():
@@ -97,7 +89,7 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
 @on_ranks(2)
 def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones(context: RankContext) -> None:
     """Until then they lie in the slots. The sum is right, and a gradient that was kept from before raises."""
-    model = sharded_model(Even, **ALL_SLOTS)
+    model = sharded_model(_even, **ALL_SLOTS)
     for number in range(2):
         assert model.memory_report().held_bytes["main grads"] == 0
         model.zero_grad()
@@ -126,7 +118,7 @@ def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones
 @on_ranks(2)
 def test_main_grads_have_memory_from_their_reduction_until_a_forward_finds_none(context: RankContext) -> None:
     """A gradient that is kept raises then. With `keep_main_grads` they always have memory, and with gradients left."""
-    x, plain = torch.full((4, 48), 0.2), Even()
+    x, plain = torch.full((4, 48), 0.2), _even()
     model: Any = StreamShard(copy.deepcopy(plain), precision=FP32)
     whole = 4 * model.memory_report().numel // 2
 

@@ -16,12 +16,11 @@ from streamshard import ConfigError, LocalSGD, RankMismatchError, ShardingError,
 from streamshard.core.engine import Inputs
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
     NEAR,
-    Call,
     Step,
     adamw,
     assert_same,

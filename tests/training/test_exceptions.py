@@ -16,9 +16,8 @@ from streamshard import StreamShard
 from streamshard.core import backward
 from streamshard.errors import ShardingError, log
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
-    Call,
     Stop,
     Trouble,
     adamw,

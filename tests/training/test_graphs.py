@@ -17,11 +17,10 @@ from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests.models import DIM, Calling, Layer, Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     FP32,
     SETTINGS,
-    Call,
     assert_same,
     assert_trains_like_plain,
     case,

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from streamshard import RankMismatchError
 from tests.models import Stack, TinyLM, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    Call,
     adamw,
     assert_same,
     assert_trains_like_plain,

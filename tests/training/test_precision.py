@@ -18,10 +18,9 @@ from streamshard.nested import tensors_in
 from tests import families
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, stack_of, token_batch, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ROUNDING,
-    Call,
     Tolerance,
     adamw,
     assert_same,

@@ -16,10 +16,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from streamshard import StreamShard
 from tests.models import Block, Calling, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     SETTINGS,
-    Call,
     Step,
     assert_trains_like_plain,
     case,

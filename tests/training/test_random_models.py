@@ -12,22 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from streamshard import StreamShard
 from streamshard.core import late_step
 from tests.models import vector_batch
-from tests.ranks import RankContext, RankPool
+from tests.ranks import Call, RankContext, RankPool
 from tests.reference import (
     EXACT,
-    FP32,
-    Call,
     Tolerance,
     adamw,
     assert_same,
     assert_trains_like_plain,
-    built,
     full_weights,
     no_sync,
     sgd,
+    sharded_model,
 )
 from tests.scenarios import RoutedStack, over_sockets
 from tests.simulated import late, simulated_device
@@ -157,7 +154,7 @@ def _run_in_host_memory(context: RankContext, program: Program) -> None:
     options = program.settings | {"weight_slots": 2, "grad_slots": None}  # their number changes the order of sums
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
         for place in ({}, {"offload": "state", "device_budget": program.device_budget}):
-            model: Any = StreamShard(built(functools.partial(_build, program)), precision=FP32, **options, **place)
+            model = sharded_model(functools.partial(_build, program), **options, **place)
             optimizer = program.make(model)
             with late(model):
                 for number, step in enumerate(program.steps):
