@@ -164,17 +164,14 @@ class Table(Stack):
 
 
 def in_place(model: Any, x: Tensor) -> None:
-    """An average, say."""
     model.table.lerp_(x.mean(0), 0.5)
 
 
 def by_assignment(model: Any, x: Tensor) -> None:
-    """Another tensor each time."""
     model.table = x.mean(0)
 
 
 def only_on_rank_1(model: Any, x: Tensor) -> None:
-    """Rank 1 gets rank 0's back."""
     if dist.get_rank() == 1:
         in_place(model, x)
 

@@ -63,20 +63,17 @@ def _on_cpu(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _with_gradient_inside(model: Any, tokens: Tensor) -> Tensor:
-    """The forward differentiates by the weight of the embedding."""
     rows = model.embedding(tokens)
     (grad,) = torch.autograd.grad(rows.square().sum(), model.embedding.weight, retain_graph=True)
     return rows + grad.square().mean()
 
 
 def _two_passes(model: Any, call: Call) -> Tensor:
-    """Two forwards, one backward."""
     first, second = (model(token_batch(call.step + extra, call.rank)).square().mean() for extra in (0, 100))
     return call.backward(first + second)
 
 
 def _freeze_between(model: Any, call: Call) -> Tensor:
-    """The embedding is frozen between the first forward and its backward."""
     with no_sync(model):
         loss = model(token_batch(call.step + 100, call.rank)).square().mean()
         model.embedding.weight.requires_grad_(False)
@@ -137,7 +134,6 @@ def _accumulate(model: Any, call: Call) -> Tensor:
 
 
 def _again(model: Any, call: Call) -> Tensor:
-    """Two backwards through one graph."""
     loss = model(token_batch(call.step, call.rank)).square().mean()
     loss.backward(retain_graph=True)
     loss.backward()

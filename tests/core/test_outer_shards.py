@@ -61,7 +61,6 @@ BETWEEN = ("tied", "evaluation between steps", "freezing", "clipping", "summonin
 
 
 def outer(replicas: int, shards: int) -> dict[str, Any]:
-    """Arguments of `StreamShard`."""
     return {"mesh": mesh_2d(replicas, shards), "shard_over_replicas": True}
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import ShardingError, register_forward_method
+from streamshard import ShardingError, StreamShard, register_forward_method
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit_grads import UnitGrads
 from tests.models import TinyConfig, UsingLM, next_token_loss, token_batch
@@ -33,12 +33,10 @@ _tied = functools.partial(UsingLM, TinyConfig(tied=True))
 
 
 def _twice(model: Any, tokens: Tensor) -> Tensor:
-    """Rows of two tokens each."""
     return _rows(model, tokens) + 0.5 * _rows(model, tokens.flip(1))
 
 
 def _recomputed(model: Any, tokens: Tensor) -> Tensor:
-    """Looks up again in backward."""
     out: Tensor = checkpoint(_rows, model, tokens, use_reentrant=False)
     return out
 
@@ -93,6 +91,9 @@ def _kept_graph(model: nn.Module, call: Call) -> Tensor:
 def _prepare(model: Any, number: int) -> None:
     """From the third step on what is late happens; in the third one the weight of some models is frozen."""
     model.is_late = number >= 2
+    if number == 0 and isinstance(model, StreamShard) and "on_instance" in vars(model.head):
+        for _ in range(2):  # as decorators may do it
+            register_forward_method(model.head, "on_instance")
     model.embedding.weight.requires_grad_(not (number == 2 and getattr(model, "is_frozen_once", False)))
 
 
@@ -100,6 +101,12 @@ def _frozen_once() -> nn.Module:
     model = _tied()
     model.is_frozen_once = True  # type: ignore[assignment]
     return model
+
+
+def _with_a_method() -> nn.Module:
+    model: Any = _tied(head=lambda model, x: model.head.on_instance(x))
+    model.head.on_instance = lambda x: F.linear(x, model.head.weight)
+    return model  # type: ignore[no-any-return]
 
 
 class _Way(NamedTuple):
@@ -126,6 +133,7 @@ WAYS = {
     "a second head": _Way(lambda: _tied(head=_by_two_heads), 0),
     "a penalty from the third step on": _Way(lambda: _tied(embed=_penalised_late), 1),
     "chunks from the third step on": _Way(lambda: _tied(head=_in_chunks_late), 1),
+    "a method of the head's instance": _Way(_with_a_method, 3),
     "frozen in the third step": _Way(_frozen_once, 2),
 }
 
@@ -140,31 +148,6 @@ def test_tied_models_train_like_plain(context: RankContext) -> None:
             options: Any = {"steps": 4, "checked": (0, 2), "prepare": _prepare, "weight_slots": slots}
             assert_trains_like_plain(context, build, step, **options)
             assert len(counts) == times
-
-
-def _registered(context: RankContext, predict: Callable[[Any, Tensor], Tensor], name: str, times: int) -> Tensor:
-    """The gradient of a model whose head has a registered method, in the third step."""
-    model = sharded_model(lambda: _tied(head=predict), precision=BF16)
-    model.head.on_instance = lambda x: F.linear(x, model.head.weight)
-    for _ in range(times):
-        register_forward_method(model.head, name)
-    for step in range(3):
-        model.zero_grad()
-        lm_step(model, Call(step, context.rank, 2, 1.0))
-    return model.head.weight.grad.as_subclass(Tensor)
-
-
-@on_ranks(2)
-def test_methods_of_a_tied_head_may_be_any_function_and_registered_twice(context: RankContext) -> None:
-    """As decorators make them, which put a function on the instance. The gradient takes the weight's place."""
-    with _counting() as counts:
-        wanted = _registered(context, lambda model, x: model.head(x), "forward", 1)
-        for predict, name, times in (
-            (lambda model, x: model.head.forward(x), "forward", 2),
-            (lambda model, x: model.head.on_instance(x), "on_instance", 1),
-        ):
-            assert torch.equal(_registered(context, predict, name, times), wanted)
-    assert len(counts) == 6
 
 
 @on_ranks(2)

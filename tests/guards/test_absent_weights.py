@@ -136,8 +136,6 @@ def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext) -> Non
 
 
 class Calling(Layer):
-    """Calls another layer, with its own weight."""
-
     inner: Sequence[Layer] = ()  # a tuple: no submodule
 
     def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
@@ -207,8 +205,6 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
 
 
 class Prompt(nn.Module):
-    """Returns a view of its weight, as deep prompts do."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(DIM, DIM) / DIM)
@@ -293,8 +289,6 @@ class OwnWeight(torch.autograd.Function):
 
 
 class OfItsOwn(Layer):
-    """What keeps the weight is the layer's own graph."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(OwnWeight.apply(x, self.linear.weight) + self.linear.bias) + x  # type: ignore[no-untyped-call]
 

@@ -27,7 +27,6 @@ class _Recurrent(nn.Module):
         self.norm = nn.LayerNorm(16)
 
     def encode(self, x: Any) -> Any:
-        """[time, batch, 16] -> the same."""
         for layer in self.layers:
             x = layer(x)[0]
         return self.norm(x)

@@ -82,7 +82,6 @@ class Online(nn.Module):
             self.target = Stack().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 7]"""
         out: Tensor = self.predictor(self.tower(x))
         return out
 

@@ -32,7 +32,6 @@ class Hesitant(torch.optim.SGD):
     is_stepping = False
 
     def step(self, closure: Any = None) -> Any:
-        """See SGD."""
         self.overlaps += self.is_stepping
         self.is_stepping = True
         time.sleep(0.01)
@@ -63,12 +62,9 @@ def test_concurrent_steps_take_turns(context: RankContext) -> None:
 
 @elementwise
 class Fallible(torch.optim.SGD):
-    """Raises instead of stepping while `failure` is set."""
-
     failure: str | None = None
 
     def step(self, closure: Any = None) -> Any:
-        """See SGD."""
         if self.failure is not None:
             raise ValueError(self.failure)
         return super().step(closure)

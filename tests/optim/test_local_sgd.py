@@ -50,7 +50,6 @@ def _theirs(
 
 
 def _differ(weights: dict[str, Tensor]) -> bool:
-    """Between ranks."""
     return any(not torch.equal(weights[name], other[name]) for other in everywhere(weights) for name in weights)
 
 

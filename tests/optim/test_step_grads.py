@@ -22,8 +22,6 @@ from tests.reference import Call, assert_same, case, full_weights, piece_of, sha
 
 @elementwise
 class _Foreign(Optimizer):
-    """SGD, tensor by tensor."""
-
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
         self.seen: list[Tensor | None] = []  # gradients, of the last step
@@ -142,8 +140,6 @@ def test_an_optimizer_that_keeps_gradients_in_its_state_is_refused(context: Rank
 
 @elementwise
 class _Blocks(_Foreign):
-    """Keeps a scale for each block of elements."""
-
     def update(self, params: list[Tensor]) -> None:
         for param in params:
             state = self.state[param]

@@ -91,7 +91,6 @@ class Both:
 
 
 def whole(model: nn.Module, params: Any, kind: type[Optimizer], *, round_size: int = 1, **options: Any) -> Any:
-    """The optimizer of whole parameters; plain for a plain model."""
     if isinstance(model, StreamShard):
         return WholeParameterOptimizer(params, kind, round_size=round_size, **options)
     return kind(params, **options)
@@ -354,7 +353,6 @@ def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, An
 
 
 def _rounds(costs: Sequence[float], numels: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:
-    """By round, the indices of its parameters."""
     params: list[Any] = []
     for index, (cost, numel, owner) in enumerate(zip(costs, numels, owners, strict=True)):
         piece = SimpleNamespace(place=SimpleNamespace(numel=numel))

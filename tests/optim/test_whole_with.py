@@ -34,7 +34,6 @@ Backward = Callable[[int], Any]
 
 
 def _optimizer(model: nn.Module, params: Any = None, kind: type[Optimizer] = torch.optim.Muon, **options: Any) -> Any:
-    """Of matrices: plain for the plain model."""
     params = _matrices(model) if params is None else params
     return whole(model, params, kind, **{"lr": 0.02, "round_size": 1024, **options})
 

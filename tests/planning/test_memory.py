@@ -81,7 +81,6 @@ def _reachable_storages(model: nn.Module) -> dict[int, int]:
 
 
 def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
-    """Every tensor that objects of the package hold, directly or in containers."""
     seen: set[int] = set()
     todo = [start]
     while todo:

@@ -56,8 +56,6 @@ def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]
 
 
 class Towers(nn.Module):
-    """Lists of layers of the given sizes; `main` has 16 layers."""
-
     def __init__(self, **sizes: tuple[int, int]) -> None:
         super().__init__()
         for name, (count, width) in {**sizes, "main": (16, 1024)}.items():

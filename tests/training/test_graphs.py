@@ -83,8 +83,6 @@ def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankC
 
 
 class ForceStack(Stack):
-    """Forces: the model's forward differentiates through all its layers, with respect to its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         (force,) = torch.autograd.grad(super().forward(x).sum(), x)
@@ -124,8 +122,6 @@ def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) 
 
 
 class Stashing(nn.Module):
-    """Keeps an activation from its inside where the user can find it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(16, 16)
@@ -172,8 +168,6 @@ def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankCont
 
 
 class Attending(nn.MultiheadAttention):
-    """Keeps its attention maps."""
-
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y, self.maps = super().forward(x, x, x)
         return x + y

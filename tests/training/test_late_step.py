@@ -102,8 +102,6 @@ def test_optimizers_of_single_parameters_have_memory_for_their_own_moments_only(
 
 
 class Breaking(torch.optim.SGD):
-    """Raises where it steps parameters, in its third step if `is_breaking`."""
-
     is_breaking = False
 
     @torch.no_grad()

@@ -32,8 +32,6 @@ from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, Scenario, over_
 
 
 class Setting(NamedTuple):
-    """How the scenario's model is sharded."""
-
     precision: Precision
     settings: dict[str, Any] = {}
 

@@ -36,8 +36,6 @@ class Flat(nn.LSTM):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer with a residual connection, which asks for flat weights as many models do."""
-
     def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
         self.rnn = layer

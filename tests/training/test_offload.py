@@ -22,7 +22,7 @@ from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step, train_stack
 from tests.scenarios import BF16, OFFLOAD, PRECISIONS, RESIDENT, sharded, train, without_waits
-from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
+from tests.simulated import checking_streams, late, simulated_device
 
 NAMES = list(PRECISIONS)
 LANGUAGE_MODELS = ("plain", "large embedding and head", "tied", "a head that a loss reads")
@@ -178,21 +178,6 @@ def test_events_order_the_copies_of_a_single_unit(context: RankContext, trains: 
                     loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "scenario", "budget"), [(1, "clipping", "9KB"), (2, "micro-batches", "9KB")])
-def test_a_part_of_the_state_stays_on_the_device(context: RankContext, scenario: str, budget: str) -> None:
-    """The first units' state; the results are the same, with backward in a thread of its own."""
-    with simulated_device(), backward_elsewhere(), _small_chunks(scenario):
-        resident = sharded(scenario, BF16, **RESIDENT)
-        train(resident, scenario, context)
-        model = sharded(scenario, BF16, **OFFLOAD, device_budget=budget)
-        with late(model):
-            train(model, scenario, context)
-        on_host = [unit.is_on_host for unit in engine_inside(model).units]
-        assert on_host == sorted(on_host) and {*on_host} == {False, True}
-        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
 
 
 class _Waits(Observer):

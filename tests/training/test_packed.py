@@ -102,7 +102,6 @@ def _as_parameters(model: nn.Module) -> nn.Module:
 
 
 def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
-    """A model whose layers have bases that torchao has quantized."""
     torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install streamshard[test]")
     model = _Base([nn.Linear(_WIDTH, _WIDTH).requires_grad_(False) for _ in range(3)])
     for layer in model.layers:
@@ -116,7 +115,6 @@ def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
 
 
 def _packed(model: nn.Module) -> dict[str, Tensor]:
-    """The bytes of all packed weights."""
     parts = (".base.weight", "data", "qweight")
     full = {name: each.view(torch.uint8) for name, each in full_weights(model).items() if name.endswith(parts)}
     assert len(full) == 3

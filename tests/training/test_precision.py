@@ -264,8 +264,6 @@ NEAR_IN_BF16 = Tolerance(5e-2, 5e-3)  # in most layers
 
 
 class Normed(nn.Module):
-    """A residual layer with a norm, and a gate of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)

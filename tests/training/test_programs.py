@@ -32,8 +32,6 @@ from tests.scenarios import RoutedStack
 
 
 class Program(NamedTuple):
-    """A model, a step, and settings of `StreamShard`."""
-
     build: Callable[[], nn.Module]
     step: Step = stack_step
     settings: dict[str, Any] = {}
@@ -61,8 +59,6 @@ def _without_the_roots_forward(model: Any, call: Call) -> Tensor:
 
 
 class RecomputedInside(Block):
-    """A block that recomputes its own attention."""
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed: Any = checkpoint(lambda y: self.attention(self.attention_norm(y), mask=mask), x, use_reentrant=False)
         x = x + mixed
@@ -71,8 +67,6 @@ class RecomputedInside(Block):
 
 
 class InPairs(TinyLM):
-    """A checkpoint around each two blocks, which have others inside."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(RecomputedInside(dropout=0.3) for _ in range(4))
@@ -122,7 +116,6 @@ def _switch(model: Any, call: Call) -> Tensor:
 
 
 def _partial_backward(model: Any, call: Call) -> Tensor:
-    """Backward of a loss on half of the layers, then of one on all."""
     x = vector_batch(call.step, call.rank)
     hidden: list[Tensor] = []
     hook = model.layers[1].register_forward_hook(lambda module, args, out: hidden.append(out))
@@ -262,16 +255,12 @@ GRAPHS: dict[str, Program] = {
 
 @dataclass
 class Record:
-    """A dataclass that pytree does not know."""
-
     value: Tensor
     note: str = "kept"
     nothing: None = None
 
 
 class Pair(NamedTuple):
-    """A tensor and a number."""
-
     tensor: Tensor
     number: int
 
@@ -433,10 +422,7 @@ def test_a_program_trains_like_plain_pytorch(context: RankContext, settings: str
 
 
 class Paired(nn.Sequential):
-    """A checkpoint around each two layers."""
-
     def forward(self, x: Tensor, *, is_reentrant: bool) -> Tensor:
-        """[..] -> [..]."""
         for first in range(0, len(self), 2):
             out: Any = checkpoint(nn.Sequential(self[first], self[first + 1]), x, use_reentrant=is_reentrant)
             x = out

@@ -165,7 +165,6 @@ def _train(
 
 @functools.cache
 def _alone(steps: int = STEPS) -> Course:
-    """What one process trains on all rows."""
     return _train(_made(), steps=steps)
 
 
@@ -308,7 +307,6 @@ def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> No
 
 
 def with_adam(model: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """A model and its optimizer."""
     return model, adam(model)
 
 
