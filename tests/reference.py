@@ -115,12 +115,12 @@ def let_dynamo_look() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
-def only_sharded(compile_it: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
-    """Compile the sharded model before its first step; plain PyTorch stays as it is."""
+def only_sharded(do: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
+    """Compile the sharded model, say, before its first step; plain PyTorch stays as it is."""
 
     def prepare(model: nn.Module, number: int) -> None:
         if number == 0 and isinstance(model, StreamShard):
-            compile_it(model)
+            do(model)
 
     return prepare
 

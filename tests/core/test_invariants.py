@@ -53,8 +53,7 @@ def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(contex
     scenario = "evaluation between steps"
     with over_sockets() if sockets else contextlib.nullcontext():
         model = sharded(scenario, BF16)
-    engine = engine_inside(model)
-    checks = []
+    engine, checks = engine_inside(model), []
 
     class _Checks(Observer):
         def on_collective(self, stream: Any, collective: Collective, tag: int | None, reads: Any, writes: Any) -> None:

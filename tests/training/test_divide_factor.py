@@ -30,6 +30,7 @@ from tests.reference import (
     full_weights,
     mesh_2d,
     no_sync,
+    only_sharded,
     sgd,
     sharded_model,
     stack_step,
@@ -57,9 +58,7 @@ def _penalised(model: Any, call: Call) -> Tensor:
 def _assert_divides(context: RankContext, step: Step, factor: float, **settings: Any) -> None:
     """Training equals plain PyTorch, which divides the losses of all ranks by `factor`."""
 
-    def prepare(model: nn.Module, number: int) -> None:
-        if isinstance(model, StreamShard) and number == 0:
-            model.set_gradient_divide_factor(factor)
+    prepare = only_sharded(lambda model: model.set_gradient_divide_factor(factor))
 
     def divided(model: nn.Module, call: Call) -> Tensor:
         weight = 1.0 if isinstance(model, StreamShard) else 1.0 / factor

@@ -227,24 +227,11 @@ def _state_loaded(run: Run) -> Any:
 
 def _full_state(run: Run) -> Any:
     full = streamshard.full_optimizer_state_dict(run.model, run.optimizer, rank0_only=False)
-    weights = run.model.full_state_dict(rank0_only=False)
+    weights = full_weights(run.model)
     run.step(2)
     streamshard.load_optimizer_state_dict(run.model, run.optimizer, full)
-    seen = {name: each.clone() for name, each in weights.items()}
     run.model.load_state_dict(weights)
-    return seen
-
-
-def _exported(run: Run, directory: Path) -> None:
-    streamshard.export_safetensors(run.model, directory)
-    run.step(2)
-    streamshard.load_safetensors(run.model, directory)
-
-
-def _saved(run: Run, directory: Path, *, wait: bool) -> None:
-    saved = streamshard.save_checkpoint(directory, run.model, run.optimizer, wait=wait)
-    run.step(2)
-    streamshard.load_checkpoint(saved.wait(), run.model, run.optimizer)
+    return weights
 
 
 def _graph_kept(run: Run) -> Any:
@@ -292,10 +279,14 @@ def test_files_change_no_bit(context: RankContext, tmp_path: Path) -> None:
 
     def write(run: Run) -> None:
         place = tmp_path / next(iter(run.settings))
-        _exported(run, place / "export")
+        streamshard.export_safetensors(run.model, place / "export")
+        run.step(2)
+        streamshard.load_safetensors(run.model, place / "export")
         for wait in (True, False):
             run.step()
-            _saved(run, place / str(wait), wait=wait)
+            saved = streamshard.save_checkpoint(place / str(wait), run.model, run.optimizer, wait=wait)
+            run.step(2)
+            streamshard.load_checkpoint(saved.wait(), run.model, run.optimizer)
 
     compare(context, write)
 
