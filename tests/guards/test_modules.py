@@ -1,19 +1,30 @@
-"""Every change of a model's modules is listed."""
+"""Every change of a model's modules is listed; guards change no number."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard, register_forward_method
+from streamshard.core import backward as backward_module
+from streamshard.core import forward, optimizer_hooks, saved_tensors
 from streamshard.errors import ShardingError
+from streamshard.guards import sharded_tensor
+from streamshard.guards.loop import Members
 from streamshard.guards.modules import HANDLE
+from streamshard.guards.weights import WeightGuard
 from streamshard.planning.structure import modules_of
+from streamshard.torch_private import AsTensors
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
+from tests.reference import adamw, lm_step
+from tests.simulated import simulated_device
 
 _HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_pre_hooks")
 
@@ -27,6 +38,7 @@ class _Recurrent(nn.Module):
         self.norm = nn.LayerNorm(16)
 
     def encode(self, x: Any) -> Any:
+        """[time, batch, 16] -> the same."""
         for layer in self.layers:
             x = layer(x)[0]
         return self.norm(x)
@@ -68,3 +80,71 @@ def test_a_model_moves_to_its_device_whatever_the_default_dtype(context: RankCon
     model.to("cpu")
     with pytest.raises(ShardingError, match=r"cannot be moved or cast to torch.bfloat16"):
         model.to(torch.bfloat16)
+
+
+# -- without guards ---------------------------------------------------------------------------------------------------
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Instead of a guard."""
+
+
+def _as_tensor(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """Pieces are ordinary tensors of this rank's elements."""
+    with AsTensors():
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_guards() -> Iterator[None]:
+    """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces, forgotten steps."""
+    with contextlib.ExitStack() as stack:
+        for name in ("check", "set_present", "begin_use", "end_use", "mark_absent", "mark_gone", "remember"):
+            stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
+        for owner, names in (
+            (Members, ["check"]),
+            (forward, ["refuse_transforms"]),
+            (backward_module, ["refuse_changed"]),
+            (optimizer_hooks, ["refuse_unreached"]),
+            (saved_tensors, ["refuse_absent"]),
+        ):
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, _nothing))
+        closed_list = classmethod(_as_tensor)
+        stack.enter_context(mock.patch.object(sharded_tensor.ShardedTensor, "__torch_function__", closed_list))
+        yield
+
+
+def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
+    """A language model's loss, norm and weights after three clipped steps, the second one of two micro-batches."""
+    torch.manual_seed(0)
+    model = StreamShard(TinyLM(), **settings)
+    optimizer = adamw(model)
+    found: list[Tensor] = []
+    for step in range(3):
+        if step == 1:
+            with model.no_sync():
+                lm_step(model, context.call(7))
+        found.append(lm_step(model, context.call(step)))
+        found.append(model.clip_grad_norm_(1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(each.detach().clone() for each in found), *model.full_state_dict(rank0_only=False).values()]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "precision", "slots"),
+    [
+        *((1, "bf16", {}), (2, "fp32", {}), (2, "bf16", {"offload": "state"})),
+    ],
+)
+def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: dict[str, Any]) -> None:
+    """To the bit: losses, norms and weights."""
+    settings = {"precision": precision, **slots}
+    with simulated_device() if "offload" in slots else contextlib.nullcontext():
+        wanted = _trained(context, **settings)
+        with without_guards():
+            found = _trained(context, **settings)
+    assert len(found) == len(wanted) > 10
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
