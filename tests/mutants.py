@@ -494,6 +494,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "graphs"),
+        ("WeightGuard.mark_gone", Drop("self.set_present("), "absent_weights:kept_in_place"),
         ("classes_of", Drop("entries[inner] = property"), "packed"),
     ],
     "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "ranks:busy")],

@@ -58,9 +58,9 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             places[param.sharded] = unit.index, index
             if not param.form.inner:
                 param.unsharded.__dict__ = param.sharded.__dict__  # an attribute that the user sets on one is on both
+        layer = "" if unit is engine.root_unit else type(found[unit.index].modules[0]).__name__
+        unit.guard.ask = ask_for(engine_of, unit.index, layer)
         if unit is not engine.root_unit:
-            layer = type(found[unit.index].modules[0]).__name__
-            unit.guard.ask = ask_for(engine_of, unit.index, layer)
             unit.guard.set_present(False, marks=False)
     for name, module in modules_of(root):
         own = [shards[param] for param in module._parameters.values() if param is not None]
@@ -118,15 +118,17 @@ def _tied_heads(root: nn.Module, engine: Engine, engine_of: Callable[[], Engine 
             engine.tied.append(head)
             found.update(dict.fromkeys(heads, head))
     if found:
-        unit.guard.ask = functools.partial(_read_behind_head, engine_of)
+        unit.guard.ask = functools.partial(_read_behind_head, engine_of, unit.guard.ask)
     return found
 
 
-def _read_behind_head(engine_of: Callable[[], Engine | None], name: str) -> None:
-    if (engine := engine_of()) is not None:
-        for head in engine.tied:
-            if head.param.name == name:
-                head.read()
+def _read_behind_head(engine_of: Callable[[], Engine | None], ask: Callable[[str], object], name: str) -> None:
+    if (engine := engine_of()) is None or engine.current is None:
+        ask(name)  # raises
+        return
+    for head in engine.tied:
+        if head.param.name == name:
+            head.read()
 
 
 def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> torch.dtype | None:

@@ -148,7 +148,7 @@ class Backward(Phase):
         else:
             self._unbound.add(unit)
         if unit.guard.is_gone:
-            unit.guard.begin_use()
+            unit.guard.set_present(True)
 
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
@@ -233,10 +233,10 @@ class Backward(Phase):
         if engine.ends is not None:
             engine.ends.end_backward([*self._closed, *filter(None, (self.graph,))])
         self._close_pass()
-        for head in engine.tied:
-            head.end()
         engine.root_unit.release()  # its gradients take the place of its weights
         engine.reductions.start(engine.root_unit)
+        for head in engine.tied:
+            head.end()
         engine.reductions.is_open = False
         engine.finish_reading()
         if self._leaves_to_replicas:

@@ -244,10 +244,7 @@ class Forward(Phase):
             if unit.index in self._used:
                 return
             self._used.add(unit.index)
-            if unit.index == ROOT_UNIT:
-                unit.guard.begin_use()
-            else:
-                unit.guard.set_present(True)
+            unit.guard.set_present(True)
         unit.copy_trainability()
 
     # -- the end --------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ in every forward, and hardly ever changes a value.)
 A streamed unit has its weights in a slot only while one of its layers runs. At other times its unsharded parameters
 have another class, `AbsentWeight`, which answers questions about shape, dtype and device. Any other operation needs the
 values: it raises and names the weight if the unit is streamed, and all-gathers the unit if it is resident. An unsharded
-parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight.
+parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight. Nor
+a gradient: a resident unit, or the root unit, whose gradients have taken its slot is absent until it is gathered again.
 
 Saved tensors have no such class. So while a weight is absent, its version counter, which its views share, holds a
 special number. Autograd then refuses to use it: its error says that a tensor "is at version 16777216". There are two
@@ -281,8 +282,9 @@ class WeightGuard:
         self._before.clear()
 
     def mark_gone(self) -> None:
-        """Gradients take the slot of a resident unit: until `begin_use`, a backward that reads the weights raises."""
+        """Gradients take the slot of a resident unit. Until `set_present` the weights are absent, in backward too."""
         self.is_gone = True
+        self.set_present(False, marks=False)
         set_versions(self._aliases, [ABSENT_VERSION] * len(self._aliases))
 
     def remember(self, index: int) -> None:

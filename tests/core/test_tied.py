@@ -180,6 +180,21 @@ def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankCont
 
 
 @on_ranks(2)
+def test_a_tied_weight_that_is_kept_raises_behind_its_backward(context: RankContext) -> None:
+    """Kept from the head, and from the embedding."""
+    model = sharded_model(_tied, precision=BF16)
+    kept: list[Any] = []
+    for module in (model.embedding, model.head):
+        module.register_forward_hook(lambda module, args, out: kept.append(module.weight))
+    for step in range(3):
+        kept.clear()
+        lm_step(model, context.call(step))
+        for weight in kept:
+            with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
+                weight.detach()
+
+
+@on_ranks(2)
 def test_events_order_a_gradient_in_the_place_of_its_weight(context: RankContext) -> None:
     with simulated_device() as device, checking_streams(device) as checker, _counting() as counts:
         model = sharded_model(lambda: _tied(embed=_twice), precision=BF16)

@@ -204,6 +204,35 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
         kept.norm()
 
 
+@on_ranks()
+@each_slots
+def test_a_weight_that_is_kept_in_place_raises_when_gradients_have_its_slot(context: RankContext, slots: Any) -> None:
+    """Of the root unit and of a resident layer. Until backward it has its values, and again in the next pass."""
+    kept: list[Tensor] = []
+
+    def read(model: Any, x: Tensor) -> None:
+        kept[:] = [model.head.weight, _weight(model)]
+
+    def build() -> Any:
+        return Reading(read, first=False)
+
+    model: Any = StreamShard(build(), precision=FP32, weight_slots=slots, resident=["layers.1"])
+    model(vector_batch(0, context.rank))
+    whole = model.full_state_dict(rank0_only=False)
+    wanted = whole["head.weight"], whole["layers.1.linear.weight"]
+    for number in range(2):
+        loss = model(vector_batch(number, context.rank)).square().mean()
+        assert all(map(torch.equal, map(Tensor.detach, kept), wanted))
+        call = context.call(number)
+        call.backward(loss, retain_graph=True)
+        for weight, value in zip(kept, wanted, strict=True):
+            with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
+                weight.detach()
+            assert weight.shape == value.shape and isinstance(weight, nn.Parameter)
+        call.backward(loss)
+    assert_trains_like_plain(context, build, stack_step, resident=["layers.1"], weight_slots=slots)
+
+
 class Prompt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
