@@ -13,8 +13,7 @@ import itertools
 import math
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.transport import Gather, Reduction
-from streamshard.core.lookups import Lookup
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
@@ -35,6 +33,20 @@ from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad
 
 use_of = operator.attrgetter("is_used")  # of a `Param`
+
+
+class Lookup(NamedTuple):
+    """The gradient of one look-up's output, of which `write_lookups` makes that of the weight.
+
+    Attributes:
+        grad: [..., width] dtype of the weight.
+        indices: [...], the rows that were looked up.
+        padding: a row without gradient; -1: none.
+    """
+
+    grad: torch.Tensor
+    indices: torch.Tensor
+    padding: int
 
 
 class Param:
@@ -164,28 +176,6 @@ class Param:
         self.lookups.clear()
         if self.has_room and self.sharded.grad is self.given:
             self.sharded.grad = None
-
-
-def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
-    """Copy gradients [full shape] into the slot of their unit, or add them to the gradients there.
-
-    Args:
-        params: of one unit, whose slot is open.
-        grads: one for each.
-        adds: to the gradients in the slot.
-    """
-    # Of mixed dtypes one call would launch a kernel for each tensor.
-    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for param, grad in zip(params, grads, strict=True):
-        if param.form.inner:
-            grad = param.form.local_grad(grad)
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        places, given = alike.setdefault((param.in_slot.dtype, grad.dtype), ([], []))
-        places.append(param.in_slot)
-        given.append(grad)
-    for places, given in alike.values():
-        torch._foreach_add_(places, given) if adds else torch._foreach_copy_(places, given)
 
 
 class FlatParam:

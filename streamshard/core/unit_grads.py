@@ -26,8 +26,7 @@ from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StreamName
-from streamshard.core.lookups import write_lookups
-from streamshard.core.params import FlatParam, Param, use_of, write_grads
+from streamshard.core.params import FlatParam, Lookup, Param, use_of
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
@@ -38,6 +37,7 @@ _REFERENCES = 1 + max(map(getrefcount, [object()]))  # to `Param.given` in Pytho
 _ATTRIBUTES = 2  # of a gradient: its piece and its life
 _is_there = partial(operator.is_not, None)
 _sharded_of, _was_given = operator.attrgetter("sharded"), operator.attrgetter("was_given")
+_RANGES = 8  # of rows of an embedding
 
 
 class GradState(enum.IntEnum):
@@ -352,3 +352,63 @@ class UnitGrads:
         self.state, self.has_unreduced = GradState.GIVEN, False  # whatever they were
         if self.slot.content == self.index:
             self.slot.content = None
+
+
+def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
+    """Copy gradients [full shape] into the slot of their unit, or add them to the gradients there.
+
+    Args:
+        params: of one unit, whose slot is open.
+        grads: one for each.
+        adds: to the gradients in the slot.
+    """
+    # Of mixed dtypes one call would launch a kernel for each tensor.
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for param, grad in zip(params, grads, strict=True):
+        if param.form.inner:
+            grad = param.form.local_grad(grad)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        places, given = alike.setdefault((param.in_slot.dtype, grad.dtype), ([], []))
+        places.append(param.in_slot)
+        given.append(grad)
+    for places, given in alike.values():
+        torch._foreach_add_(places, given) if adds else torch._foreach_copy_(places, given)
+
+
+def write_lookups(
+    place: torch.Tensor, lookups: list[Lookup], dense: torch.Tensor | None, scale: float, *, adds: bool
+) -> None:
+    """Write the gradient of an embedding's weight into its slot, range by range. Frees `lookups`.
+
+    torch makes it as large as the weight, with a row of zeros for each token that the batch does not have. It would be
+    the largest tensor of a backward's end. The same kernel makes one range of rows at a time: each row has the same
+    bits.
+
+    Args:
+        place: [rows, width], in the slot.
+        lookups: of the weight, in the order of backward.
+        dense: [rows, width], the gradient of other uses of the weight, such as a tied head; changed. `place` itself if
+            this gradient is there already, scaled.
+        scale: multiplies the gradient.
+        adds: to the gradient in the slot.
+    """
+    step = max(1, -(-len(place) // _RANGES))
+    for first in range(0, len(place), step):
+        part = place[first : first + step]
+        others = len(part)  # one row more, for the tokens outside of the range
+        total = None if dense is None else dense[first : first + step]
+        for grad, indices, padding in lookups:
+            local = indices - first
+            local = local.masked_fill((local < 0) | (local >= others) | (indices == padding), others)
+            made = torch.ops.aten.embedding_dense_backward(grad, local, others + 1, others, False)[:others]
+            if dense is place and scale != 1.0:
+                made.mul_(scale)
+            total = made if total is None else total.add_(made)
+        assert total is not None
+        if dense is not place:
+            if scale != 1.0:
+                total.mul_(scale)
+            part.add_(total) if adds else part.copy_(total)
+        del total, made  # before the next range is made
+    lookups.clear()

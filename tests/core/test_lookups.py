@@ -175,7 +175,7 @@ def test_ranges_of_rows_have_the_bits_of_the_whole_gradient(context: RankContext
             with _counting() as counts:
                 found = _trained(*given)
             assert sum(counts) >= 4
-            with mock.patch.object(graph_hooks, "lookups_in", lambda output: ()):
+            with mock.patch.object(graph_hooks, "_lookups_in", lambda output: ()):
                 wanted = _trained(*given)
             assert [key for key, weight in wanted.items() if not torch.equal(weight, found[key])] == []
 
