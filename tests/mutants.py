@@ -352,7 +352,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
-    "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
+    "guards/loop": [("note_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "outer_shards:cross"),
         ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),

@@ -12,6 +12,8 @@ are plain tensors in the memory of the pieces. Afterwards the optimizer takes th
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,11 +36,12 @@ from streamshard.core.optimizer_kinds import (
 from streamshard.core.state_pieces import PiecesOfState, cut_loaded_state, settle_state, take_over_state
 from streamshard.errors import ShardingError
 from streamshard.forms import successor
-from streamshard.guards.loop import note_step, refuse_unreached
+from streamshard.guards.loop import note_step
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_grad, untraced
 
+_params_of = operator.itemgetter("params")
 _HOOK: Any = "streamshard"  # the key of this module's hooks among an optimizer's hooks; torch's keys are numbers
 _PLAIN = "_streamshard_plain"  # attribute of a stand-in: its parameters, by the sharded parameter
 _LATE = "_streamshard_late"  # attribute of a stand-in: the late steps of models in host memory
@@ -56,15 +59,13 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
-    params = params_in(optimizer.param_groups)
-    if _closure_of(args, kwargs) is None:
-        refuse_unreached(params)
-    note_step(params)
-    if steps_whole(optimizer):  # the optimizers inside it are looked at
-        refuse_on_host(optimizer, params, "steps whole parameters")
-        return
+    params: list[Any] = list(itertools.chain.from_iterable(map(_params_of, optimizer.param_groups)))
+    note_step(params, makes_grads=_closure_of(args, kwargs) is not None)
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
+        if steps_whole(optimizer):  # the optimizers inside it are looked at
+            refuse_on_host(optimizer, params, "steps whole parameters")
+            return
         if ShardedParameter not in map(type, params):  # isinstance() asks the metaclass of nn.Parameter, in Python
             _lend_full_grads(optimizer, params)
             return
@@ -99,7 +100,7 @@ def _adopt(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     after: Any = optimizer._optimizer_step_post_hooks
-    after[_HOOK] = functools.partial(untraced, _after_step)
+    after[_HOOK] = functools.partial(untraced, _after_step, is_declared(type(optimizer)))
     after.move_to_end(_HOOK, last=False)  # so the user's hooks see the changes
     optimizer._optimizer_step_pre_hooks[_HOOK] = functools.partial(untraced, _before_step)
 
@@ -200,7 +201,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: boo
                 each.__dict__.update(own_attributes(param))
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(may_keep_grads: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over: take options, state and attributes from the stand-in."""
     if args[0] is optimizer:  # a step that calls super().step(): the optimizer is the stand-in already
         return
@@ -220,7 +221,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     state = stepped.pop("state")
     optimizer.state.update(zip(map(sharded.get, state, state), state.values(), strict=True))
     optimizer.__dict__.update(stepped)
-    if is_declared(type(optimizer)):
+    if may_keep_grads:
         _refuse_kept_grads(optimizer, plain)
     changed: list[torch.Tensor] = []
     with AsTensors():
