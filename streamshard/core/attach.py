@@ -89,7 +89,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             dtype = _input_dtype(module, engine.precision, in_fp32)
             computing = inside if module in layers else [module]
             looks_up = any(isinstance(each, nn.Embedding) for each in computing)
-            handle = Handle(engine, layers.get(module), units, dtype, None, looks_up, tied.get(module))
+            may_save = type(module) is not nn.Embedding
+            handle = Handle(engine, layers.get(module), units, dtype, None, looks_up, may_save, tied.get(module))
             if module is root:
                 output_dtype = engine.precision.output_dtype
                 handle = handle._replace(output_dtype=output_dtype, is_root=True, members=members)

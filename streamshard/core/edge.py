@@ -152,7 +152,8 @@ def call_unit(
     # Sequence numbers are per thread. A recomputation may run in another thread than the forward.
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
-        if unit.weight_slot.is_shared and (outer is not None or unit.index in engine.plan.weightless):
+        may_save = handle.may_save_weights and unit.index in engine.plan.weightless
+        if unit.weight_slot.is_shared and (outer is not None or may_save):
             need = functools.partial(need_weights, engine)
             with holding_back_weights(use, need, *(outer or (keep, kept))):
                 output = call(*args, **kwargs)
