@@ -27,6 +27,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport
 from streamshard.config import ReductionMode
+from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of
 
 _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
@@ -41,6 +42,14 @@ def unobserved(streams: Streams) -> Iterator[None]:
         streams.observers = observers
 
 
+def communicators_of(engine: Engine) -> list[Communicator]:
+    """All ranks that this rank exchanges units' bytes with: its shard group, experts, replicas."""
+    axes = (engine.reductions.replicas, engine.outer)
+    flats = (flat for unit in engine.units for flat in unit.flat_params)
+    of_units = (ranks for flat in flats for ranks in (flat.ranks, flat.gather_ranks))
+    return list(dict.fromkeys([engine.ranks, *of_units, *(axis.ranks for axis in axes if axis is not None)]))
+
+
 @contextlib.contextmanager
 def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
     """Inside the context the collectives of `model` are as late as the engine's waits allow. For every rank.
@@ -53,7 +62,7 @@ def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
     """
     engine = engine_of(model)
     pending: deque[_Late] = deque()
-    transports = [(ranks, AdversarialTransport(ranks, pending)) for ranks in engine.communicators]
+    transports = [(ranks, AdversarialTransport(ranks, pending)) for ranks in communicators_of(engine)]
     for ranks, transport in transports:
         ranks.transport = transport
     if (host := engine.host) is not None:

@@ -284,7 +284,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
             "matrix",
         ),
-        ("Backward._close_pass", Drop("engine.reductions.start_late("), "programs"),
+        ("Backward._close_pass", Drop("for unit in engine.units[1:]:  "), "programs"),
         ("Backward._recompute", Swap("unit.index in self.graph.silent", "True"), "programs:once"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(", "bool("), "programs:once"),
         ("Backward.begin", Swap("scale=engine.inputs.grad_scale", "scale=1.0"), "join"),
@@ -311,6 +311,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/engine": [
         ("Changes.find", Swap("self._unseen.union", "set().union"), "outer_shards:only_ranks_with"),
         ("Changes.find", Swap("now[kind] != before.get(kind)", "not before"), "outer_shards:only_ranks_with"),
+        ("Engine.expire_slots", Drop("slot.move(WeightState.EMPTY, None)"), "programs"),
         ("Engine.expire_weights", Drop("self._changes.forget()"), "outer_shards:only_ranks_with"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops programs graphs dial"),
         ("Engine.finish_reading", Swap("unit.is_sent_as_is or ", ""), "shared_memory"),
@@ -323,7 +324,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/forward": [
         ("Forward.read", Swap(" or not self._schedule.is_last(unit.index)", ""), "ends:otherwise_later"),
         ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
-        ("begin_forward", Drop("engine.recover()"), "exceptions"),
+        ("begin_forward", Drop("engine.phase.recover()"), "exceptions"),
         ("Forward.finish", Drop("unit.guard.mark_absent(in_forward=False)"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
         (
@@ -331,7 +332,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
             "invariants",
         ),
-        ("Forward.finish", Swap("engine.issue(self._schedule.finish())", "self._schedule.finish()"), "matrix"),
+        ("Forward.finish", Swap("engine.issue(self._schedule.advance_to())", "self._schedule.advance_to()"), "matrix"),
     ],
     "core/params": [
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
@@ -384,7 +385,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "step_in_backward:collectives",
         ),
         ("Reductions._give_early", Drop("unit.grads.drop_early()"), "step_in_backward:units"),
-        ("Reductions._look_for_hooks", Swap("and self.over_replicas is None", ""), "step_in_backward:replicas"),
+        ("Reductions.begin", Swap("elif reduces", "if reduces"), "step_in_backward:replicas"),
         ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
         ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:penalties"),
@@ -417,12 +418,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
-        ("Unit.expire", Drop("self.weight_slot.move(WeightState.EMPTY, None)"), "programs"),
         ("Unit.start_gather", Drop("slot.shard_read.complete()"), "invariants"),
         ("Unit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix programs"),
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
-        ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
+        ("Unit.start_reduce", Drop("self.guard.mark_gone()"), "absent_weights"),
         ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "expert_parallel"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs"),
     ],

@@ -40,7 +40,7 @@ from streamshard.core.engine import Engine
 from streamshard.nested import tensors_in
 from streamshard.pinned import PinnedMemory
 from streamshard.torch_private import AsTensors, get_grad
-from tests.adversary import AdversarialTransport, unobserved
+from tests.adversary import AdversarialTransport, communicators_of, unobserved
 from tests.races import _bytes_of, _touched, detect_races
 from tests.reference import engine_inside
 
@@ -460,7 +460,7 @@ class LateTransport(AdversarialTransport):
 def late(model: nn.Module) -> Iterator[None]:
     """Collectives of `model` are as late as its waits allow; they spoil what must not be looked at meanwhile."""
     engine = engine_inside(model)
-    transports = [(ranks, LateTransport(ranks)) for ranks in engine.communicators]
+    transports = [(ranks, LateTransport(ranks)) for ranks in communicators_of(engine)]
     for ranks, transport in transports:
         ranks.transport = transport
         transport.held.is_late = True

@@ -81,8 +81,8 @@ def call_pass(
     handle: Handle, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
-    engine, micro_batch = handle.engine, handle.engine.micro_batch
-    if engine.current is not None and (micro_batch is None or micro_batch.is_inside):
+    engine, phase, micro_batch = handle.engine, handle.engine.phase, handle.engine.micro_batch
+    if phase is not None and phase.is_current and (micro_batch is None or micro_batch.is_inside):
         if handle.tied is None:
             output = call(*args, **kwargs)
         else:
@@ -135,8 +135,8 @@ def call_unit(
     assert unit is not None
     if micro_batch is not None:
         untraced(micro_batch.pause, unit)
-    phase = engine.current  # another one after the pause
-    if phase is None:  # called by itself, outside of the model's forward
+    phase = engine.phase  # another one after the pause
+    if phase is None or not phase.is_current:  # called by itself, outside of the model's forward
         return call_pass(handle, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)
     if engine.ranks.n_parts > 1:
         args, kwargs = untraced(waited, (args, kwargs))

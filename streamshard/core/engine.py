@@ -266,14 +266,6 @@ class Engine:
         self.weights_written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
 
     @property
-    def communicators(self) -> list[Communicator]:
-        """All ranks that this rank exchanges units' bytes with: its shard group, experts, replicas."""
-        axes = (self.reductions.replicas, self.outer)
-        flats = (flat for unit in self.units for flat in unit.flat_params)
-        of_units = (ranks for flat in flats for ranks in (flat.ranks, flat.gather_ranks))
-        return list(dict.fromkeys([self.ranks, *of_units, *(axis.ranks for axis in axes if axis is not None)]))
-
-    @property
     def params(self) -> list[Param]:
         """This rank's part of every parameter, root unit first."""
         return [param for unit in self.units for param in unit.params]
@@ -299,10 +291,8 @@ class Engine:
 
     # -- embedding and head ---------------------------------------------------------------------------------------
 
-    def watch_ends(self) -> None:
+    def watch_ends(self, ends: Ends) -> None:
         """A pass begins: decide whether embedding and head take turns with the blocks, or watch how it uses them."""
-        if (ends := self.ends) is None:
-            return
         if self.order.is_settled and torch.is_grad_enabled():
             self._join(ends.decide(self.order.order, self.plan, self.ranks))
             if ends.is_decided:
@@ -376,7 +366,11 @@ class Engine:
         # Of one rank, versions do not count writes through ``.data``.
         trusts_all = self.are_weights_current and not self.is_whole
         for unit in self.units:
-            unit.expire(changed if trusts_all or unit.home is not None else _ALL_KINDS)
+            slot, kinds = unit.weight_slot, changed if trusts_all or unit.home is not None else _ALL_KINDS
+            if slot.content != unit.index or not unit.params:  # another unit's weights stay
+                continue
+            if any(flat.kind.trains in kinds for flat in unit.flat_params):
+                slot.move(WeightState.EMPTY, None)
         return changed
 
     def check_structure(self) -> None:

@@ -160,7 +160,8 @@ def need_weights(engine: Engine, use: Use, grads: object = None) -> None:
                 "weights have left their slot: keep them in place, StreamShard(model, resident=["
                 f"{unit.name!r}]), or differentiate outside of the forward"
             )
-        refuse_changed(unit, use.versions)
+        if use.versions != unit.versions():
+            refuse_changed(unit, use.versions)
         if engine.ends is not None:
             engine.ends.elsewhere.add(unit.index)
         return

@@ -9,7 +9,6 @@ parameters] in `streamshard.planning.layout`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import weakref
@@ -25,7 +24,7 @@ from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_parameter import be_piece, exchange, put_grad
+from streamshard.guards.sharded_parameter import be_piece, drop_unreduced, exchange
 from streamshard.guards.sharded_tensor import Life, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import ByteRange, FlatParamPlan, ParamLayout
@@ -122,7 +121,8 @@ class Param:
         self.is_kept = True
         if not (is_same := self.is_given(grad)):
             self._adopt(grad)
-        put_grad(self.sharded, None)
+        drop_unreduced(self.sharded)
+        set_grad(self.sharded, None)
         return is_same
 
     def is_given(self, grad: torch.Tensor) -> bool:
@@ -308,11 +308,11 @@ class FlatParam:
             adds: see `Reduction.accumulate`.
             divisor: see `Reduction`.
         """
-        parts = [(self.grads, out, self.scratch)]
-        if self.reduce_ranks is not self.ranks:
-            parts = list(zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True))
-        tags = itertools.count(self.tag * len(parts))
-        return [Reduction(*each, self.kind.mode, adds, next(tags), divisor) for each in parts]
+        if self.reduce_ranks is self.ranks:
+            return [Reduction(self.grads, out, self.scratch, self.kind.mode, adds, self.tag, divisor)]
+        parts = list(zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True))
+        tagged = enumerate(parts, self.tag * len(parts))
+        return [Reduction(*each, self.kind.mode, adds, tag, divisor) for tag, each in tagged]
 
     def move_weights(self, slot: WeightSlot, guard: WeightGuard) -> None:
         """Go over to `slot`, with all unsharded parameters. There is no wire buffer."""
@@ -346,7 +346,7 @@ class FlatParam:
             self.main_grads = self.grads.narrow(0, self.ranks.rank * numel, numel)
         elif self.may_drop:
             self.main_grads = torch.empty(numel, dtype=torch.float32, device=self.main.device)
-            self.drop_main_grads(is_shared=False)
+            self.main_grads.untyped_storage().resize_(0)
             self._ledger.hold(Category.MAIN_GRADS, self.main_grads)
         else:
             self.main_grads = self._new_main_grads()
@@ -360,16 +360,6 @@ class FlatParam:
     def _new_main_grads(self) -> torch.Tensor:
         numel = self.layout.shard_numel
         return self._ledger.allocate(Category.MAIN_GRADS, numel, torch.float32, is_on_host=self.is_on_host)
-
-    def make_main_grads(self) -> None:
-        """Allocate main grads, without values. Compute stream: it waits for the last use before it frees them."""
-        self.main_grads.untyped_storage().resize_(4 * self.layout.shard_numel)
-
-    def drop_main_grads(self, *, is_shared: bool) -> None:
-        """Leave the memory of main grads to others (`is_shared`), or free it."""
-        if is_shared:
-            self.main_grads.data = torch.empty_like(self.main_grads)
-        self.main_grads.untyped_storage().resize_(0)
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None

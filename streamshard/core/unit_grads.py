@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StreamName
+from streamshard.comm.streams import StepEvent, StreamName
 from streamshard.core.params import FlatParam, Lookup, Param, use_of
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
@@ -36,7 +36,10 @@ from streamshard.torch_private import AsTensors, get_grad, set_grad, storage_use
 _REFERENCES = 1 + max(map(getrefcount, [object()]))  # to `Param.given` in Python: in the parameter and a list
 _ATTRIBUTES = 2  # of a gradient: its piece and its life
 _is_there = partial(operator.is_not, None)
-_sharded_of, _was_given = operator.attrgetter("sharded"), operator.attrgetter("was_given")
+_sharded_of, _given_of, _was_given, _main_grads_of = map(
+    operator.attrgetter, ("sharded", "given", "was_given", "main_grads")
+)
+_grad_of = operator.attrgetter("grad")
 _RANGES = 8  # of rows of an embedding
 
 
@@ -107,30 +110,26 @@ class UnitGrads:
         if not (self._dropping and self._has_memory) or self.has_unreduced:
             return
         with AsTensors():
-            if any(map(_is_there, self._held())):
+            if any(map(_is_there, map(get_grad, map(_sharded_of, self.params)))):
                 return
         is_shared = not self._renew()
         self._has_memory = False
-        for flat in self._dropping:
-            flat.drop_main_grads(is_shared=is_shared)
-
-    def _held(self) -> Iterator[torch.Tensor | None]:
-        """``.grad`` of the sharded parameters, in the order of `params`."""
-        return map(get_grad, map(_sharded_of, self.params))
+        for grads in map(_main_grads_of, self._dropping):
+            if is_shared:  # leave the memory to others
+                grads.data = torch.empty_like(grads)
+            grads.untyped_storage().resize_(0)
 
     def make_memory(self) -> None:
-        """Main grads are about to be written. Compute stream."""
+        """Main grads are about to be written. Compute stream, which waits for their last use before it frees them."""
         if not self._has_memory:
             self._has_memory = True
-            for flat in self._dropping:
-                flat.make_main_grads()
+            for grads in map(_main_grads_of, self._dropping):
+                grads.untyped_storage().resize_(grads.nbytes)
 
     # -- a backward -----------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """A backward begins: forget waiting gradients that the user has dropped (``zero_grad()``)."""
-        if not self.has_unreduced:
-            return
+        """A backward begins, and gradients wait: forget those that the user has dropped (``zero_grad()``)."""
         for param in self.params:
             # Also what only other ranks have made: this rank has its shard.
             if param.is_left and not drop_unreduced(param.sharded):
@@ -180,10 +179,11 @@ class UnitGrads:
         write_grads(made, grads, adds=adds)
         for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
+        self._ranks.streams.observe(StepEvent.GRAD_WRITTEN, self.index)
 
     def _write_parts(self, param: Param, grad: torch.Tensor | None, scale: float, *, adds: bool) -> list[torch.Tensor]:
         """Write a gradient made in parts: early (of a tied head), by look-ups, and `grad`. Returns the tensors read."""
-        parts = [lookup.grad for lookup in param.lookups]
+        parts = list(map(_grad_of, param.lookups))
         if param.is_written_early and grad is not None:
             self.write_early(param, grad, scale, ())
             parts.append(grad)
@@ -217,7 +217,7 @@ class UnitGrads:
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
         with AsTensors():
-            held = list(self._held())
+            held = list(map(get_grad, map(_sharded_of, self.params)))
             if not any(map(_is_there, held)):
                 self._renew()
                 self.move(GradState.EMPTY)
@@ -254,9 +254,9 @@ class UnitGrads:
         if not any(map(_was_given, self.params)):
             return True
         with AsTensors():
-            given = [param.given for param in self.params if param.given is not None]
+            given = list(filter(_is_there, map(_given_of, self.params)))
             own = len(self.trained) + len(given)  # tensors in the memory of main grads
-            is_alone = sum(storage_uses(flat.main_grads) for flat in self.trained) == own
+            is_alone = sum(map(storage_uses, map(_main_grads_of, self.trained))) == own
             is_alone = is_alone and {*map(getrefcount, given)} == {_REFERENCES}
             is_alone = is_alone and {*map(tensor_uses, given)} == {1}  # by graphs; torch 2.13 counts both
             is_alone = is_alone and {*map(len, map(vars, given))} == {_ATTRIBUTES}
@@ -317,7 +317,7 @@ class UnitGrads:
         new = []
         with AsTensors():
             for param, is_used in zip(params, used or map(use_of, params), strict=True):
-                is_new = is_used and self.may_have_grad(param) and param not in self.early
+                is_new = is_used and param not in self.early and (used is None or self.may_have_grad(param))
                 if is_new or param.is_kept:
                     param.give_grad(self._life)
                 if is_new:
