@@ -17,7 +17,7 @@ from streamshard.core.edge import WatchedRoot
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
 from streamshard.planning.layout import LocalRange
-from streamshard.planning.structure import leave_inference_mode, leave_meta_device, params_of
+from streamshard.planning.structure import leave_inference_mode, leave_meta_device
 
 if TYPE_CHECKING:
     from streamshard.planning.discovery import ResidentArgument, UnitsArgument
@@ -193,7 +193,7 @@ class StreamShard(WatchedRoot):
         from streamshard.core.clipping import clip_grads
 
         engine = engine_at_rest(self, "clip_grad_norm_")
-        return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
+        return clip_grads(engine, [param.sharded for param in engine.params], max_norm, norm_type)
 
     def join_hook(
         self, *, repeat: Callable[[], object] | None = None, divide_by_initial_world_size: bool = True, **others: Any
