@@ -409,9 +409,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("TiedHead.put_back", Swap("min(self._least_uses, ", "max(self._least_uses, "), "tied"),
         ("TiedHead.put", Drop("with AsTensors():"), "tied"),
     ],
-    "core/saved_tensors": [
-        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later")
-    ],
     "core/slots": [
         ("GradSlot.open", Drop("self.weights.shard_read.complete()"), "shared_memory matrix"),
         ("GradSlot.open", Drop("self.weights.move("), "matrix"),
@@ -600,6 +597,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_unregister", Drop("module.synchronize("), "pinned"),
     ],
     "core/edge": [
+        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
         ("call_unit", Swap("outer is not None or", "False or"), "programs"),
         ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs"),
     ],

@@ -16,6 +16,7 @@ from torch import nn
 
 from streamshard.config import Precision
 from streamshard.core.edge import (
+    OutsideParameters,
     Watched,
     ask_for,
     compute_in_fp32,
@@ -24,7 +25,6 @@ from streamshard.core.edge import (
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.graph_hooks import register_gradient_hooks, register_tied_hook
 from streamshard.core.module_state import Handle, refuse_in_pass
-from streamshard.core.outside import OutsideParameters
 from streamshard.core.params import Param
 from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit

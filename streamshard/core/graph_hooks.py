@@ -2,7 +2,7 @@
 
 Each function here reports one such event to `streamshard.core.backward`, and begins the backward if none runs. All
 hooks of autograd's nodes and parameters are here, and no state; hooks of saved tensors are in
-`streamshard.core.saved_tensors`.
+`streamshard.core.edge`.
 
 [Note: the end of a backward]
 torch tells of the end of a backward by `queue_callback` only if the backward succeeds. If an exception ends the

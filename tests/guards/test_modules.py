@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.core import backward as backward_module
-from streamshard.core import forward, saved_tensors
+from streamshard.core import edge, forward
 from streamshard.errors import ShardingError
 from streamshard.guards import sharded_tensor
 from streamshard.guards.loop import Members
@@ -105,7 +105,7 @@ def without_guards() -> Iterator[None]:
             (Members, ["check"]),
             (forward, ["refuse_transforms"]),
             (backward_module, ["refuse_changed"]),
-            (saved_tensors, ["refuse_absent"]),
+            (edge, ["refuse_absent"]),
         ):
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, _nothing))
