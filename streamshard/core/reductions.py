@@ -190,8 +190,6 @@ class Reductions:
             unit.grads.collect(self._scale, self._others.pop(unit.index, ()))
             if not self._reduces:
                 return
-            if self.over_replicas is not None:
-                self.over_replicas.prepare(unit)
             works = unit.start_reduce()
             self._scratches.add(unit.grads.slot.scratch)
         before, self._next = self._next, None

@@ -279,10 +279,10 @@ class Unit:
             self.guard.mark_gone()
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
         grads.make_memory()  # not before: the copied gradients are freed now
-        grads.slot.finish_writing()
         buffers = list(map(_main_grads_of, self.trained))
-        if self.home is not None:
+        if self.home is not None:  # zeros new sums, so before compute records `written`
             buffers, adds = self.home.begin_reduction(self, adds=adds)
+        grads.slot.finish_writing()
         works = []
         for flat, out in zip(self.trained, buffers, strict=True):
             # The divisor is the unit's, of experts too: each rank of the shard group has a batch.
