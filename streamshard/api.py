@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.config import GradSlots, Offload, Precision, SlotCount
-from streamshard.core.edge import WatchedRoot
+from streamshard.core.edge import Watched
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
 from streamshard.planning.layout import LocalRange
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class StreamShard(WatchedRoot):
+class StreamShard(Watched):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
     The model keeps its class name, attributes, ``forward`` signature and state-dict names, and becomes an instance of
@@ -81,6 +81,10 @@ class StreamShard(WatchedRoot):
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
     """
+
+    if TYPE_CHECKING:  # any attribute is allowed: the model's class, StreamShard's subclass, is made at run time
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is not StreamShard:

@@ -52,22 +52,6 @@ class Watched(ShardedModule):
         return call(handle, self, super().__call__, args, kwargs)
 
 
-class WatchedRoot(Watched):
-    """Comes before the class of a whole model."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Type checkers allow the attributes of any model: its class, StreamShard's subclass, is made at run time."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name != "module":
-                raise
-            raise AttributeError(
-                f"{error}: StreamShard makes no wrapper, use the model itself. To save it: export_safetensors(model, "
-                "directory), save_checkpoint(directory, model, optimizer), or model.full_state_dict()"
-            ) from None
-
-
 def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
     module.__dict__[HANDLE] = handle
