@@ -332,7 +332,8 @@ def read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
     if phase is not None and (not owner.is_streamed or unit in engine.plan.ends):
         untraced(phase.read, owner)
     if engine.micro_batch is not None:
-        return engine.micro_batch.leaves_of(owner)[index]
+        leaf: nn.Parameter = engine.micro_batch.leaves_of(owner)[index]
+        return leaf
     unsharded: nn.Parameter = owner.params[index].unsharded
     return unsharded
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
@@ -108,33 +106,6 @@ class Phase(Protocol):
 
     def recover(self) -> None:
         """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
-
-
-class PausingForward(Protocol):
-    """A forward that takes turns with others: see `streamshard.layer_major.micro_batch`.
-
-    Attributes:
-        is_inside: it is inside a call of the model.
-        unit: the unit before whose layer it has paused last.
-    """
-
-    is_inside: bool
-    unit: Unit | None
-
-    def pause(self, unit: Unit) -> None:
-        """It is about to call a layer of `unit`: wait for its turn."""
-
-    def leaves_of(self, unit: Unit) -> list[nn.Parameter]:
-        """The parameters of `unit` that it computes with, in order."""
-
-    def cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a layer, under new graph nodes."""
-
-    def cut_output(self, output: Any) -> Any:
-        """The output of a layer, under new graph nodes."""
-
-    def calling(self) -> AbstractContextManager[None]:
-        """Inside a call of the model."""
 
 
 _ALL_KINDS = (True, False)
@@ -256,7 +227,7 @@ class Engine:
         self.tied: list[TiedHead] = []
         self.is_summoned = False
         self.is_loss_unseen = True
-        self.micro_batch: PausingForward | None = None
+        self.micro_batch: Any = None  # a `streamshard.layer_major.micro_batch.MicroBatch`
         self.sums: Any = None
         self.empty: dict[str, None] = {}
         self.profiler = ProfilerNames(self.streams, [unit.layout.name or "root" for unit in self.units])
