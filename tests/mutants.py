@@ -389,11 +389,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
         ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:penalties"),
-        (
-            "UsedParams.finish",
-            Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"),
-            "programs",
-        ),
+        ("UsedParams.finish", Swap("unit.grads.may_have_grad(param)", "param.unsharded.requires_grad"), "programs"),
     ],
     "core/replicas": [
         ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
