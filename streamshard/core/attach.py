@@ -124,7 +124,7 @@ def _tied_heads(root: nn.Module, engine: Engine, engine_of: Callable[[], Engine 
 
 
 def _read_behind_head(engine_of: Callable[[], Engine | None], ask: Callable[[str], object], name: str) -> None:
-    if (engine := engine_of()) is None or engine.current is None:
+    if (engine := engine_of()) is None or engine.current is None or engine.root_unit.guard.is_gone:
         ask(name)  # raises
         return
     for head in engine.tied:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from streamshard.core.engine import Engine, Use
+from streamshard.core.engine import ROOT_UNIT, Engine, Use
 from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.graph_hooks import need_weights, watch_lookups, watch_nodes
 from streamshard.core.module_state import Handle, handle_of
@@ -311,7 +311,8 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
 
     def ask(name: str) -> None:
         engine = engine_of()
-        if engine is None or (phase := engine.current) is None:
+        # The root unit is absent only when gradients have its slot, perhaps in a hook at the end of a backward.
+        if engine is None or (phase := engine.current) is None or index == ROOT_UNIT:
             raise ShardingError(
                 f"{name!r} was read inside a forward and is used after it, where every rank has its piece only: "
                 "compute with it inside, keep a clone(), or read it inside summon_full_params()"
