@@ -97,9 +97,6 @@ def test_commands_in_a_file_do_not_reach_the_terminal(context: RankContext, tmp_
     assert caught.value.unexpected == ["\x1b[2K\n"]
 
 
-# ------------------------------------------------------------------------------------------------ what files hold
-
-
 @on_ranks(2)
 def test_names_of_older_files_are_those_that_transformers_knows(context: RankContext, tmp_path: Path) -> None:
     """A norm's gamma and beta, and a table that was saved when every layer had one."""
@@ -161,9 +158,6 @@ def test_a_snapshot_of_the_hub_is_read_through_its_links(context: RankContext, t
         blob = path.rename(blobs / path.name[::-1].replace(".", ""))
         (snapshot / path.name).symlink_to(Path("..") / ".." / "blobs" / blob.name)
     assert torch.equal(_loaded(llama(), snapshot)["lm_head.weight"], model.lm_head.weight)
-
-
-# ------------------------------------------------------------------------------------------------ all ranks or none
 
 
 @on_ranks(2)

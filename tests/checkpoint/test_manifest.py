@@ -34,7 +34,7 @@ from streamshard.checkpoint.manifest import (
 from streamshard.checkpoint.safetensors_file import FileRecord, copy_ranges, verify_files
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError, log
-from tests.checkpoint.crafted import few_files, rewrite, write_body
+from tests.checkpoint.crafted import few_files, flip, rewrite, write_body
 from tests.checkpoint.runs import start, steps, weights_of
 from tests.models import Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -56,9 +56,6 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "saved"
     ranks(1).run(_save, directory)
     return directory / "checkpoint-1"
-
-
-# ------------------------------------------------------------------------------------------------ damage
 
 
 @on_ranks(2)
@@ -99,7 +96,7 @@ def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: Ra
         save_checkpoint(tmp_path, *run, step=step)
     paths = {step: tmp_path / f"checkpoint-{step}" for step in (2, 3, 4)}
     if context.rank == 0:
-        _flip_last(paths[4] / "rank-00001-of-00002.safetensors")
+        flip(paths[4] / "rank-00001-of-00002.safetensors", -1)
         # Files that match their checksums, and not the list of tensors.
         rewrite(paths[3], lambda content: _set(content, "tensors", "model/norm.bias", "dtype", "int32"))
     dist.barrier()
@@ -113,15 +110,6 @@ def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: Ra
     words = f"checkpoint-4/rank-00001.* is damaged: .* Give its directory, {tmp_path}, for the newest intact"
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(paths[4], *run)
-
-
-def _flip_last(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-# ------------------------------------------------------------------------------------------------ pieces
 
 
 def _record(rank: int, start: int, stop: int, dtype: torch.dtype = torch.float32) -> dict[str, TensorRecord]:
@@ -212,9 +200,6 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_read(tmp_path: Path) -> 
     with few_files(100):
         verify_files(tmp_path, files.manifest.files, 0, 1)
         assert torch.equal(files.read_whole("w"), whole)
-
-
-# ------------------------------------------------------------------------------------------------ strangers
 
 
 def _set(content: Any, *path: Any) -> None:

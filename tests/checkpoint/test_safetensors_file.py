@@ -118,9 +118,6 @@ def test_files_are_read_as_they_were_planned(tmp_path_factory: Any, described: d
         assert {name: (each.shape, each.dtype) for name, each in found.items()} == described
 
 
-# ------------------------------------------------------------------------------------------------ damage
-
-
 def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
     path = tmp_path / name
     content = path.read_bytes()

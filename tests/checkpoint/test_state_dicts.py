@@ -1,4 +1,4 @@
-"""State dicts of sharded models: whole tensors where they are asked for, pieces that cannot be saved as if whole."""
+"""State dicts of sharded models and optimizers: whole where asked for, pieces that cannot be saved as if whole."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from streamshard.checkpoint import optimizer_state
+from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
 from streamshard.errors import ShardingError
 from tests.models import Layer, NormStack, Stack, stack_of
 from tests.ranks import RankContext, on_ranks
@@ -66,9 +68,7 @@ def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, nam
     found, wanted = model.full_state_dict(rank0_only=False), plain.state_dict()
     tensors = {key: value for key, value in wanted.items() if isinstance(value, Tensor)}
     assert_same({key: found[key] for key in tensors}, tensors, "state", EXACT)
-    assert {key: found[key] for key in wanted.keys() - tensors.keys()} == {
-        key: wanted[key] for key in wanted.keys() - tensors.keys()
-    }
+    assert all(found[key] == wanted[key] for key in wanted.keys() - tensors.keys())
     assert list(found) == list(wanted)
     torch.save(found, io.BytesIO())
     for param in model.parameters():
@@ -134,32 +134,23 @@ def test_pieces_of_parts_are_not_saved_as_if_they_were_whole(context: RankContex
 @on_ranks(2)
 def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
     """They would take pieces for whole tensors; with one rank they are."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-        set_model_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict as dcp
 
     model, plain = _model()
-    whole = StateDictOptions(full_state_dict=True)
-    optimizer = torch.optim.AdamW(model.parameters())
+    whole, optimizer = dcp.StateDictOptions(full_state_dict=True), torch.optim.AdamW(model.parameters())
     for call in (
-        lambda: get_model_state_dict(model, options=whole),
-        lambda: get_model_state_dict(model),
-        lambda: set_model_state_dict(model, dict(plain.state_dict()), options=whole),
-        lambda: get_optimizer_state_dict(model, optimizer, options=whole),
+        lambda: dcp.get_model_state_dict(model, options=whole),
+        lambda: dcp.get_model_state_dict(model),
+        lambda: dcp.set_model_state_dict(model, dict(plain.state_dict()), options=whole),
+        lambda: dcp.get_optimizer_state_dict(model, optimizer, options=whole),
     ):
         with pytest.raises(ShardingError, match=r"torch\.distributed\.checkpoint .*takes.*full_state_dict"):
             call()
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
-    """The parameter, both whole shapes, and what is wanted; not the shape of a piece alone."""
+    """Not by the shape of a piece."""
     model, plain = _model()
     state = {**plain.state_dict(), "layers.0.linear.weight": torch.zeros(3, 3), "head.bias": torch.zeros(2)}
     with pytest.raises(RuntimeError) as caught:
@@ -171,3 +162,22 @@ def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
     ):
         assert said in str(caught.value)
     assert "size mismatch" not in str(caught.value)
+
+
+def test_ranks_send_many_pieces_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece once; all of one message from one rank and of one dtype, and no more bytes than a message has."""
+    monkeypatch.setattr(optimizer_state, "_MESSAGE_BYTES", 64)
+    cut = (PieceRecord(0, 0, 5), PieceRecord(1, 5, 6), PieceRecord(2, 6, 8))
+    records = {f"moment {number}": TensorRecord((8,), torch.float32, cut) for number in range(10)}
+    records["step"] = TensorRecord((), torch.int64, (PieceRecord(0, 0, 1),))
+    records["large"] = TensorRecord((40,), torch.float32, (PieceRecord(1, 0, 40),))
+    messages = list(optimizer_state._messages(records))
+    sent = [(name, piece) for _, _, pieces in messages for name, piece in pieces]
+    assert sorted(sent) == sorted((name, piece) for name, record in records.items() for piece in record.pieces)
+    for source, dtype, pieces in messages:
+        assert {piece.file for _, piece in pieces} == {source}
+        assert {records[name].dtype for name, _ in pieces} == {dtype}
+        n_bytes = sum((piece.stop - piece.start) * dtype.itemsize for _, piece in pieces)
+        assert n_bytes <= 64 or len(pieces) == 1
+    # Five elements of rank 0 fit three times, one of rank 1 and two of rank 2 fit in 40 and 80 bytes.
+    assert sorted(source for source, *_ in messages) == [0] * 5 + [1] * 2 + [2] * 2

@@ -146,9 +146,6 @@ def test_a_run_that_is_killed_and_stopped_again_and_again_has_the_losses_of_an_u
     assert [len(each) for each in _lines(night, "starts")] == [5, 5] and codes == [-KILL, 0], codes
 
 
-# ------------------------------------------------------------------------------------------------ one process
-
-
 def _model() -> tuple[Any, torch.optim.Optimizer]:
     model: Any = StreamShard(Stack())
     return model, torch.optim.SGD(model.parameters())

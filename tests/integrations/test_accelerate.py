@@ -29,8 +29,6 @@ from tests.ranks import RankContext
 from tests.reference import assert_same
 from tests.simulated import simulated_device
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
 
 def _whole_adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=256)
@@ -199,9 +197,6 @@ def test_pieces_are_not_reduced(context: RankContext) -> None:
         assert int(run.accelerator.reduce(torch.ones((), device=context.device))) == 2
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_options_are_those_of_streamshard(context: RankContext) -> None:
     options: dict[str, Any] = {"weight_slots": "all", "units": ["Block", "last"], "resident": "blocks.1"}
@@ -253,9 +248,6 @@ def test_replicas_and_state_in_host_memory_train_as_ddp(context: RankContext) ->
         same(ours, theirs)
 
 
-# -- how processes are started -----------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_processes_that_do_not_know_of_each_other(context: RankContext) -> None:
     """accelerate leaves processes on CPUs alone that it is not told to train on CPUs with."""
@@ -282,9 +274,6 @@ def test_a_script_without_a_launcher_trains_on_one_process(context: RankContext)
             os.environ.pop(name, None)
         accelerator = Trained(StreamShardAccelerator, steps=2).accelerator
         assert (accelerator.num_processes, accelerator.distributed_type.value) == (1, "NO")
-
-
-# -- accelerate's examples --------------------------------------------------------------------------------------------
 
 
 def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments: Any) -> list[float]:

@@ -20,9 +20,6 @@ from tests.reference import assert_same
 FP32 = Precision(param_dtype=torch.float32)
 
 
-# -- weights -----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_whole_weights_in_memory_and_in_files(context: RankContext, tmp_path: Path) -> None:
     with launched(context):
@@ -56,9 +53,6 @@ def test_accelerates_own_class_raises_instead_of_saving_pieces(context: RankCont
         for safe in (True, False) if context.rank == 0 else ():
             with pytest.raises(ShardingError, match="full_state_dict|summon_full_params"):
                 accelerator.save_model(model, tmp_path, "1GB", safe)
-
-
-# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 class Counter:

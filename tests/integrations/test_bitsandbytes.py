@@ -189,9 +189,6 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
     assert held == pytest.approx(planned.total_bytes + others, abs=5 * 4096)
 
 
-# -- saving -----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Path) -> None:
     (path,) = _saved(context, tmp_path)
@@ -220,9 +217,6 @@ def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Pa
     assert_same(found, wanted, "adapters", EXACT)
 
 
-# -- torchao ----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
 def test_adapters_on_a_base_of_torchao_train_as_in_one_process(context: RankContext, kind: str, tmp_path: Path) -> None:
@@ -244,9 +238,6 @@ def test_adapters_on_a_base_of_torchao_train_as_in_one_process(context: RankCont
     )
     assert sum(name.endswith("qdata") for name in wanted) == 21
     assert_same(found, wanted, "packed weights", EXACT)
-
-
-# -- trainers ---------------------------------------------------------------------------------------------------------
 
 
 def _own_adapters(trainer: Any) -> None:

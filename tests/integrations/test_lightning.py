@@ -75,9 +75,6 @@ def _assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-# -- Fabric -----------------------------------------------------------------------------------------------------------
-
-
 def _fabric(strategy: Any, **given: Any) -> Any:
     fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy, **given)
     fabric.launch()
@@ -141,9 +138,6 @@ def test_fabrics_precision_decides_the_dtype_of_layers(context: RankContext) -> 
             assert isinstance(model.module, StreamShard)
         with pytest.raises(ConfigError, match="precision='64-true': wanted one of 32-true"):
             _fabric(StreamShardFabricStrategy(), precision="64-true").setup(_made())
-
-
-# -- Trainer ----------------------------------------------------------------------------------------------------------
 
 
 class _Module(lightning.LightningModule):

@@ -270,9 +270,6 @@ def test_a_parallelism_config_of_other_sizes_is_refused(context: RankContext) ->
             StreamShardAccelerator(parallelism_config=config)
 
 
-# -- Trainer ----------------------------------------------------------------------------------------------------------
-
-
 def _assert_trainer_trains_as_one_process(model: Any, path: Path, parallelism: Any = None) -> None:
     """Train a Llama with Trainer, and compare the norms that it logs, and the weights."""
     rows = torch.cat(_rows())

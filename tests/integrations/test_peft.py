@@ -80,9 +80,6 @@ def _trained(context: RankContext) -> Any:
     return model
 
 
-# ---------------------------------------------------------------------------------------------- training
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_method_trains_like_plain_pytorch_and_is_saved_as_peft_saves_it(
@@ -140,9 +137,6 @@ def test_a_method_with_hooks_on_parameters_is_refused(context: RankContext) -> N
         _step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
-# ---------------------------------------------------------------------------------------------- classes
-
-
 class _Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,9 +164,6 @@ def test_plain_models_beside_sharded_ones_save_and_models_inside_them_do_not(
     plain[1].inner.bert.save_pretrained(own / "afterwards")
     if context.rank == 0:  # transformers writes there alone
         assert _contents(own / "beside") and _contents(own / "afterwards")
-
-
-# ---------------------------------------------------------------------------------------------- saving
 
 
 def _contents(directory: Path) -> dict[str, Tensor]:
@@ -295,9 +286,6 @@ def test_merging_is_refused_because_it_computes_with_pieces(context: RankContext
             part.merge_and_unload()
 
 
-# ---------------------------------------------------------------------------------------------- loading and changing
-
-
 @on_ranks(2)
 def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(context: RankContext, tmp_path: Path) -> None:
     """It would be this rank's alone."""
@@ -306,9 +294,6 @@ def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(context: Ra
     model.load_adapter(tmp_path, "new")
     with pytest.raises(ShardingError, match="new"):
         _step(model, Call(2, context.rank, context.world_size, 1.0))
-
-
-# ---------------------------------------------------------------------------------------------- the page's scripts
 
 
 @pytest.mark.ranks

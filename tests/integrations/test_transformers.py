@@ -78,9 +78,6 @@ def test_training_arguments_act_as_with_ddp(context: RankContext, arguments: dic
         assert_equal(ours, theirs)
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 def _files(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
@@ -229,9 +226,6 @@ def test_evaluation_without_training_equals_ddp(context: RankContext, tmp_path: 
     assert model.memory_report().held_bytes["main grads"] == 0
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _without_other_ranks() -> Iterator[None]:
     """Inside, whatever waits for other ranks raises."""
@@ -349,9 +343,6 @@ def test_enable_jit_checkpoint_saves_on_all_ranks_at_a_signal_to_one(context: Ra
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert found.history[-2] == wanted.history[-2]  # the last step
     assert all(torch.equal(tensor, wanted.weights[name]) for name, tensor in found.weights.items())
-
-
-# -- the rest ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
