@@ -124,9 +124,7 @@ def test_the_full_state_is_that_of_torchao_in_plain_pytorch(context: RankContext
 
 
 @on_ranks(3)
-def test_state_in_blocks_is_not_loaded_into_pieces_that_are_cut_within_a_block(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_state_in_blocks_is_not_loaded_into_pieces_that_cut_a_block(context: RankContext, tmp_path: Path) -> None:
     """All ranks raise, also those without a cut. Nor does DCP get any."""
     run = _start("AdamW8bit")
     _train(*run, 0, 1)

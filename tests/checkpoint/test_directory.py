@@ -87,9 +87,7 @@ def test_a_process_with_too_many_open_files_finds_no_checkpoint_damaged(tmp_path
         latest(tmp_path)
 
 
-def test_two_runs_that_save_one_number_at_once_both_leave_a_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_runs_may_save_one_number_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither deletes what the other writes. The one that begins later warns."""
     first = begin(tmp_path, 5)
     second = begin(tmp_path, 5)
@@ -180,7 +178,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("place", [1, 3])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_stops_neither_saves_nor_searches(
+def test_a_damaged_checkpoint_stops_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, place: int, damage: str
 ) -> None:
     """The log names it, unless it is known to be older than the one that is found. `keep` leaves it alone."""
@@ -200,7 +198,7 @@ def test_a_damaged_checkpoint_stops_neither_saves_nor_searches(
     ("place", "name", "code"),
     [(1, MANIFEST_NAME, errno.EIO), (3, FILE, errno.EACCES), (3, MANIFEST_NAME, errno.ESTALE)],
 )
-def test_a_checkpoint_that_cannot_be_read_now_is_older_than_saves_made_meanwhile(
+def test_what_cannot_be_read_now_is_older_than_saves_made_meanwhile(
     tmp_path: Path, place: int, name: str, code: int
 ) -> None:
     """Also after it can be read again, whichever of the newer ones cannot be read then. It is not deleted."""
@@ -278,9 +276,7 @@ def test_a_shortage_in_the_process_makes_no_load_go_back_to_an_older_checkpoint(
     assert open_intact(tmp_path, RankGroup())[0].root == newest
 
 
-def test_the_newest_intact_checkpoint_is_opened_and_newer_ones_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_newest_intact_checkpoint_is_opened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A flipped bit is found when the files are read, a lost file before; each is named with its reason."""
     alone = RankGroup()
     paths = [put(tmp_path, number) for number in (1, 2, 3, 4, 5)]

@@ -114,7 +114,7 @@ def test_model_with_adapters_is_refused(context: RankContext, tmp_path: Path) ->
 
 @on_ranks(2)
 @pytest.mark.parametrize("make", [*MODELS, qwen3_vl_moe])
-def test_sharded_model_exports_what_save_pretrained_writes_and_loads_it(
+def test_an_export_is_what_save_pretrained_writes(
     context: RankContext, make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     """The class made by sharding, its pieces and its ranks change nothing in the files."""

@@ -115,9 +115,7 @@ def test_names_of_older_files_are_those_that_transformers_knows(context: RankCon
 
 @on_ranks(1)
 @pytest.mark.parametrize("gives", [True, False])
-def test_a_base_model_and_one_with_a_head_load_each_others_weights(
-    context: RankContext, gives: bool, tmp_path: Path
-) -> None:
+def test_a_base_and_a_model_with_a_head_load_each_other(context: RankContext, gives: bool, tmp_path: Path) -> None:
     """The one's names begin with its place in the other. What the one does not have is left out, by name."""
     whole, base = filled(llama), filled(llama).model
     (whole if gives else base).save_pretrained(tmp_path)

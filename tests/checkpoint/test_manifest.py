@@ -59,9 +59,7 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @on_ranks(2)
-def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_changes(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_damaged_files_are_named_before_anything_changes(context: RankContext, tmp_path: Path) -> None:
     """A bit may flip in any place; every rank says in which file."""
     run = start(0)
     steps(run, 0, 1)

@@ -73,7 +73,7 @@ def _answer_badly(call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     ("act", "was_killed", "keep"), [(kill, False, 2), (kill, True, 1), (fail, True, None), (_answer_badly, False, 1)]
 )
-def test_a_kill_or_an_error_at_any_operation_loses_no_save_that_has_returned(
+def test_a_kill_or_an_error_at_any_operation_loses_no_save(
     tmp_path: Path, keep: int | None, was_killed: bool, act: Act
 ) -> None:
     """At each operation in turn. The next save deletes what is left."""
@@ -313,9 +313,7 @@ def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, t
 
 
 @on_ranks(1)
-def test_two_exports_into_one_directory_do_not_mix(
-    context: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_exports_do_not_mix(context: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one comes between any two operations of the first."""
     monkeypatch.setattr(Kept, "replaces", True)
     models, outcomes = [sharded(filled(Plain)), sharded(Plain())], set()
@@ -347,9 +345,7 @@ def test_two_exports_into_one_directory_do_not_mix(
 
 @on_ranks(1)
 @pytest.mark.parametrize("act", [kill, _answer_badly])
-def test_a_kill_or_an_error_anywhere_leaves_no_export_or_all_of_it(
-    context: RankContext, act: Act, tmp_path: Path
-) -> None:
+def test_a_kill_or_an_error_leaves_no_export_or_all_of_it(context: RankContext, act: Act, tmp_path: Path) -> None:
     """If there is none, the next one succeeds, and sweeps up."""
     model, outcomes = sharded(filled(Plain)), set()
     export = functools.partial(export_safetensors, model, max_shard_size=180)

@@ -134,9 +134,7 @@ def _boom() -> Any:
 
 
 @on_ranks(2)
-def test_a_value_that_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_a_value_that_cannot_be_saved_is_named_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
     """Whatever holds the pieces, and whichever rank has some."""
     run = start(0)
     steps(run, 0, 1)
@@ -343,9 +341,7 @@ def _break_writing(context: RankContext, rank: int, error: BaseException | None 
 
 
 @on_ranks(2)
-def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_an_error_that_one_rank_has_seen_is_raised_on_all_later(context: RankContext, tmp_path: Path) -> None:
     """So that they go on together, also if none has; once all have heard of it, it is over. Nothing is left of it."""
     run = start(0)
     before, patch = _save(tmp_path, run), _break_writing(context, 0)

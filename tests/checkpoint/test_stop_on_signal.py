@@ -180,7 +180,7 @@ def _stopped(directory: Path, number: int) -> None:
 
 
 @pytest.mark.ranks
-def test_a_signal_to_the_group_of_a_rank_ends_all_with_its_code_and_leaves_data_loaders_alive(
+def test_a_signal_to_the_group_of_a_rank_ends_all_but_data_loaders(
     tmp_path: Path,
 ) -> None:
     """The save in the background is finished."""
@@ -233,9 +233,7 @@ def test_ranks_exchange_signals_in_each_nth_call(context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_failed_save_in_the_background_is_raised_on_all_ranks_instead_of_the_exit(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_a_failed_save_in_the_background_is_raised_at_the_exit(context: RankContext, tmp_path: Path) -> None:
     model, optimizer = _model()
 
     def fail(*args: Any) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from benchmarks._live import LiveBytes, shared_bytes
 from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors, plan
@@ -24,6 +23,7 @@ from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains
 
 bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
 peft: Any = pytest.importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
+from tests.integrations.test_peft import CONFIGS, lora, step  # noqa: E402
 
 _OWN = Precision(param_dtype=None)
 
@@ -55,25 +55,13 @@ def _base(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any
 def _adapted(base: Any, config: Any = None, **options: Any) -> Any:
     """The base, prepared and with adapters; `options` are of ``prepare_model_for_kbit_training``."""
     prepared = peft.prepare_model_for_kbit_training(base, **{"use_gradient_checkpointing": False, **options})
-    lora = {"r": 3, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(prepared, config or peft.LoraConfig(**lora))
+    return peft.get_peft_model(prepared, config or lora(target_modules="all-linear"))
 
 
-def _step(model: nn.Module, call: Call) -> Tensor:
-    tokens = token_batch(call.step, call.rank)
-    return call.backward(model(input_ids=tokens, labels=tokens).loss)
-
-
-def _lora(**options: Any) -> Any:
-    return peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
-
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "dora": lambda: _lora(use_dora=True),
-    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "tokens": lambda: _lora(trainable_token_indices=[1, 5]),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-    "modules to save": lambda: _lora(modules_to_save=["lm_head"]),
+# What PEFT computes of quantized weights, or with them, and what stands beside them.
+METHODS: dict[str, Callable[[], Any]] = {
+    **{name: CONFIGS[name] for name in ("dora", "vera", "prompt", "modules to save")},
+    "tokens": lambda: lora(trainable_token_indices=[1, 5]),
     "ia3": lambda: peft.IA3Config(
         target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
     ),
@@ -96,7 +84,7 @@ def _mirrored(context: RankContext, build: Callable[[Path], Any], directory: Pat
         seed(3 + other)
         return build(bases[other])
 
-    model = assert_trains_like_plain(context, make, _step, optimizer=adamw, steps=2, checked=[1], **settings)
+    model = assert_trains_like_plain(context, make, step, optimizer=adamw, steps=2, checked=[1], **settings)
     assert made == [0, context.rank]
     model.eval()
     with torch.no_grad():
@@ -114,15 +102,15 @@ def _mirrored(context: RankContext, build: Callable[[Path], Any], directory: Pat
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_adapters_on_a_loaded_base_train_as_in_one_process(context: RankContext, mode: str, tmp_path: Path) -> None:
     """On each rank another base and other adapters. ``from_pretrained`` returns a model in eval mode."""
-    kwargs = {"use_reentrant": True}
-    options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs} if mode == "train" else {}
+    checkpointing = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    options = checkpointing if mode == "train" else {}
     _mirrored(context, lambda path: _adapted(_base(path), **options).train(mode == "train"), tmp_path)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("method", METHODS)
 def test_methods_of_peft_train_as_in_one_process(context: RankContext, method: str, tmp_path: Path) -> None:
-    _mirrored(context, lambda path: _adapted(_base(path), CONFIGS[method]()).train(), tmp_path)
+    _mirrored(context, lambda path: _adapted(_base(path), METHODS[method]()).train(), tmp_path)
 
 
 @on_ranks(2)
@@ -131,15 +119,13 @@ def test_each_parameter_computes_in_its_own_dtype(context: RankContext, tmp_path
 
     def build(path: Path) -> Any:
         base = _base(path, torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16)
-        return peft.get_peft_model(base.requires_grad_(False), _lora()).train()
+        return peft.get_peft_model(base.requires_grad_(False), lora()).train()
 
     _mirrored(context, build, tmp_path, precision=_OWN, dtype=torch.bfloat16)
 
 
 @on_ranks(2)
-def test_sharded_packed_weights_are_recognised_and_refuse_what_needs_all_bytes(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_packed_weights_refuse_what_needs_all_bytes(context: RankContext, tmp_path: Path) -> None:
     (path,) = _saved(context, tmp_path)
     plain, model = (_adapted(_base(path)) for _ in range(2))
     model.base_model.model.hf_device_map = {"": "disk"}  # accelerate raises for a base on another device
@@ -174,7 +160,7 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
     model = StreamShard(model, precision=_OWN)
     optimizer = adamw(model)
     for number in range(2):  # from the second on, embedding and head take turns with the layers
-        _step(model, Call(number, context.rank, 2, 1.0))
+        step(model, Call(number, context.rank, 2, 1.0))
         optimizer.step()
         optimizer.zero_grad()
     report = model.memory_report()
@@ -195,7 +181,7 @@ def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Pa
     seed(3)
     model = StreamShard(_adapted(_base(path)), precision=FP32)
     optimizer = adamw(model)
-    _step(model, Call(0, context.rank, 2, 1.0))
+    step(model, Call(0, context.rank, 2, 1.0))
     optimizer.step()
     model.eval()
     with pytest.raises(ShardingError, match="merge_and_unload.. of a sharded model"):
@@ -231,7 +217,7 @@ def test_adapters_on_a_base_of_torchao_train_as_in_one_process(context: RankCont
         options: Any = {"quantization_config": TorchAoConfig(getattr(torchao, kind)()), "dtype": torch.float32}
         return _adapted(AutoModelForCausalLM.from_pretrained(path, **options)).train()
 
-    model = assert_trains_like_plain(context, build, _step, optimizer=adamw, steps=2, checked=[1])
+    model = assert_trains_like_plain(context, build, step, optimizer=adamw, steps=2, checked=[1])
     found, wanted = (
         {name: part for name, part in full_weights(each).items() if "base_layer.weight." in name}
         for each in (model, build())
@@ -261,8 +247,7 @@ def _trainer(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     columns = ("text",) if name == "SFTTrainer" else ("prompt", "chosen", "rejected")
     data = datasets.Dataset.from_dict({each: make_texts(16, (8, 9), i) for i, each in enumerate(columns)})
     options["arguments_class"] = getattr(trl, name.replace("Trainer", "Config"))
-    lora = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    given = {"processing_class": make_tokenizer(), "peft_config": lora}
+    given = {"processing_class": make_tokenizer(), "peft_config": lora(target_modules="all-linear")}
     return getattr(trl, name), {"train_dataset": data, "eval_dataset": data.select(range(4)), **given}, options
 
 

@@ -32,21 +32,21 @@ from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, f
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed")
 
 
-def _step(model: nn.Module, call: Call) -> Tensor:
+def step(model: nn.Module, call: Call) -> Tensor:
     tokens = token_batch(call.step, call.rank).to(next(model.parameters()).device)
     return call.backward(model(input_ids=tokens, labels=tokens).loss)
 
 
-def _lora(**options: Any) -> Any:
+def lora(**options: Any) -> Any:
     defaults = {"r": 3, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     return peft.LoraConfig(**{**defaults, **options})
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "lora": _lora,
-    "dora": functools.partial(_lora, use_dora=True),
-    "modules to save": functools.partial(_lora, modules_to_save=["lm_head"]),
-    "embedding": functools.partial(_lora, target_modules=["embed_tokens", "q_proj"]),
+    "lora": lora,
+    "dora": functools.partial(lora, use_dora=True),
+    "modules to save": functools.partial(lora, modules_to_save=["lm_head"]),
+    "embedding": functools.partial(lora, target_modules=["embed_tokens", "q_proj"]),
     "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 5, 7], task_type="CAUSAL_LM"),
     "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
@@ -54,7 +54,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
     ),
     "experts": functools.partial(
-        _lora, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+        lora, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
     ),
 }
 
@@ -74,7 +74,7 @@ def _trained(context: RankContext) -> Any:
     model: Any = StreamShard(_build(), precision=FP32)
     optimizer = sgd(model)
     for number in range(2):
-        _step(model, Call(number, context.rank, context.world_size, 1.0))
+        step(model, Call(number, context.rank, context.world_size, 1.0))
         optimizer.step()
         optimizer.zero_grad()
     return model
@@ -82,12 +82,10 @@ def _trained(context: RankContext) -> Any:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_method_trains_like_plain_pytorch_and_is_saved_as_peft_saves_it(
-    context: RankContext, tmp_path: Path, kind: str
-) -> None:
+def test_every_method_trains_and_is_saved_as_without_sharding(context: RankContext, tmp_path: Path, kind: str) -> None:
     """Loss, gradients and weights, of what is frozen too; the same names and bytes, and PEFT makes the same model."""
     build = functools.partial(_build, kind)
-    model: Any = assert_trains_like_plain(context, build, _step, steps=3, checked=(0, 2))
+    model: Any = assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT says that it saves embeddings
         model.save_pretrained(tmp_path / "ours")
@@ -105,7 +103,7 @@ def test_every_method_trains_like_plain_pytorch_and_is_saved_as_peft_saves_it(
 
 def _two_adapters() -> Any:
     model = _build()
-    model.add_adapter("other", _lora(r=2))
+    model.add_adapter("other", lora(r=2))
     return model
 
 
@@ -119,10 +117,10 @@ def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankConte
     torch.manual_seed(3)
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
     with pytest.raises(ShardingError, match=r"lora_A.default' is computed with while its layer does not run"):
-        _step(model, Call(0, context.rank, context.world_size, 1.0))
+        step(model, Call(0, context.rank, context.world_size, 1.0))
     options: dict[str, Any] = {"resident": [nn.ParameterDict]}
-    model = assert_trains_like_plain(context, lambda: peft.get_peft_model(_base(), config), _step, **options)
-    _step(model, Call(3, context.rank, context.world_size, 1.0))
+    model = assert_trains_like_plain(context, lambda: peft.get_peft_model(_base(), config), step, **options)
+    step(model, Call(3, context.rank, context.world_size, 1.0))
     with pytest.raises(ShardingError, match=r"mean\(\) of parameter '.*lora_A.default' outside"):
         model.base_model.update_and_allocate(1)
 
@@ -134,7 +132,7 @@ def test_a_method_with_hooks_on_parameters_is_refused(context: RankContext) -> N
     config = peft.CPTConfig(task_type="CAUSAL_LM", **marks)
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
     with pytest.raises(ShardingError, match=r"a hook on parameter '\S+delta_embedding\.weight' would never run"):
-        _step(model, Call(0, context.rank, context.world_size, 1.0))
+        step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
 class _Around(nn.Module):
@@ -147,14 +145,12 @@ class _Around(nn.Module):
 
 
 @on_ranks(2)
-def test_plain_models_beside_sharded_ones_save_and_models_inside_them_do_not(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_plain_models_save_beside_sharded_ones_and_not_inside(context: RankContext, tmp_path: Path) -> None:
     """Sharding changes no class of a library. What is freed leaves nothing either."""
     own, options, plain = tmp_path / str(context.rank), {"precision": FP32}, [_build(), _Around()]
     models: list[Any] = [StreamShard(_build(), **options), StreamShard(_Around(), "BertForMaskedLM", **options)]
     for model in models:
-        _step(model, Call(0, context.rank, context.world_size, 1.0))
+        step(model, Call(0, context.rank, context.world_size, 1.0))
     with pytest.raises(ShardingError, match="BertModel is inside a sharded model"):
         models[1].inner.bert.save_pretrained(tmp_path)
     plain[0].save_pretrained(own / "beside")
@@ -198,7 +194,7 @@ def _with_native_adapter() -> Any:
     """Adapted by transformers, without PEFT's class around the model."""
     torch.manual_seed(3)
     model: Any = _base()
-    model.add_adapter(_lora())
+    model.add_adapter(lora())
     return model
 
 
@@ -269,7 +265,7 @@ def test_adapters_are_converted_as_without_sharding(context: RankContext, tmp_pa
     assert heard == {kind: layers if kind is Collective.ALL_GATHER else [] for kind in Collective}
     wanted = _saved_without_sharding(model, _build, tmp_path / f"plain{context.rank}", **given)
     assert_same(_contents(tmp_path / "ours"), wanted, "what is saved")
-    _step(model, Call(2, context.rank, context.world_size, 1.0))
+    step(model, Call(2, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)
@@ -293,7 +289,7 @@ def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(context: Ra
     model.save_pretrained(tmp_path)
     model.load_adapter(tmp_path, "new")
     with pytest.raises(ShardingError, match="new"):
-        _step(model, Call(2, context.rank, context.world_size, 1.0))
+        step(model, Call(2, context.rank, context.world_size, 1.0))
 
 
 @pytest.mark.ranks

@@ -134,9 +134,7 @@ def _steps(model: Any, optimizer: torch.optim.Optimizer, rank: int, count: int) 
 
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["init_on_default", "init_on_meta"])
-def test_llamafactorys_backend_trains_as_ddp_saves_and_continues(
-    context: RankContext, mode: str, tmp_path: Path
-) -> None:
+def test_llamafactorys_backend_trains_as_ddp_and_continues(context: RankContext, mode: str, tmp_path: Path) -> None:
     from streamshard.integrations.llamafactory import StreamShardBackend
 
     if context.rank == 0:
