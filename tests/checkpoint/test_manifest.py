@@ -96,7 +96,7 @@ def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: Ra
     if context.rank == 0:
         flip(paths[4] / "rank-00001-of-00002.safetensors", -1)
         # Files that match their checksums, and not the list of tensors.
-        rewrite(paths[3], lambda content: _set(content, "tensors", "model/norm.bias", "dtype", "int32"))
+        rewrite(paths[3], lambda content: content["tensors"]["model/norm.bias"].update(dtype="int32"))
     dist.barrier()
     with mock.patch.object(log, "warning") as warn:
         loaded = load_checkpoint(tmp_path, *run)
@@ -182,11 +182,10 @@ CUTS: dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]] = {
 @pytest.mark.parametrize("what", CUTS)
 def test_a_tensor_saved_in_pieces_is_read_whole_and_by_ranges(tmp_path: Path, what: str) -> None:
     shape, pieces = CUTS[what]
-    numel = math.prod(shape)
-    whole = torch.arange(1, numel + 1).view(shape)
+    whole = torch.arange(1, math.prod(shape) + 1).view(shape)
     files = _cut(tmp_path, whole, pieces)
     assert torch.equal(files.read_whole("w"), whole)
-    for first, last in itertools.combinations(range(numel + 1), 2):
+    for first, last in itertools.combinations(range(whole.numel() + 1), 2):
         target = torch.zeros(last - first, dtype=torch.int64)
         copy_ranges(files.find("w", first, target))
         assert torch.equal(target, whole.view(-1)[first:last])
@@ -200,56 +199,57 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_read(tmp_path: Path) -> 
         assert torch.equal(files.read_whole("w"), whole)
 
 
-def _set(content: Any, *path: Any) -> None:
-    for key in path[:-2]:
-        content = content[key]
-    content[path[-2]] = path[-1]
+WEIGHT, VALUE = "model/layers.0.linear.weight", "extra.values[0]"
+TENSOR_VALUE = {"$": "tensor", "tensor": VALUE}
 
 
-TENSOR, TREES = ("tensors", "extra.values[0]"), ("state", "trees")
-TENSOR_VALUE = {"$": "tensor", "tensor": "extra.values[0]"}
+def _tensor(content: Any, **others: Any) -> None:
+    content["tensors"][VALUE].update(others)
+
+
+def _text(content: Any, value: Any) -> None:
+    """What the value "text" of the first rank is."""
+    content["state"]["trees"]["extra.text"][0] = value
+
+
 # What the manifest itself says.
 STRANGE: dict[str, Callable[[Any], object]] = {
-    "a file outside": lambda c: _set(c, "files", 0, "name", "../x"),
-    "a dtype that is none": lambda c: _set(c, *TENSOR, "dtype", "load"),
-    "a range that is not of integers": lambda c: _set(c, *TENSOR, "pieces", [[0, 0.0, 2.0]]),
-    "a range outside of the tensor": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3]]),
+    "a file outside": lambda c: c["files"][0].update(name="../x"),
+    "a dtype that is none": lambda c: _tensor(c, dtype="load"),
+    "a range that is not of integers": lambda c: _tensor(c, pieces=[[0, 0.0, 2.0]]),
+    "a range outside of the tensor": lambda c: _tensor(c, pieces=[[0, 0, 3]]),
     "no state": lambda c: c.pop("state"),
     "a file twice": lambda c: c["files"].append(c["files"][0]),
-    "more checksums than its bytes have": lambda c: _set(c, "files", 0, "crc32", ["00000000"] * 1000),
+    "more checksums than its bytes have": lambda c: c["files"][0].update(crc32=["00000000"] * 1000),
     "a file without bytes": lambda c: c["files"][0].update(size_bytes=0, crc32=[]),
-    "pieces of a tensor that there is not": lambda c: _set(c, *TENSOR, "pieces", "w"),
-    "pieces of a tensor of another shape": lambda c: _set(c, *TENSOR, "pieces", "model/layers.0.linear.weight"),
+    "pieces of a tensor that there is not": lambda c: _tensor(c, pieces="w"),
+    "pieces of a tensor of another shape": lambda c: _tensor(c, pieces=WEIGHT),
     "pieces that too many tensors share": lambda c: c["tensors"].update(
-        (str(each), {**c["tensors"]["extra.values[0]"], "pieces": "extra.values[0]"}) for each in range(30_000)
+        (str(each), {**c["tensors"][VALUE], "pieces": VALUE}) for each in range(30_000)
     ),
     "a key with a command": lambda c: c.update({"\x1b[2K": 1}),
 }
 # What it says of the files' contents.
 STRANGE_FILES: dict[str, Callable[[Any], object]] = {
-    "a file that there is not": lambda c: _set(c, *TENSOR, "pieces", [[7, 0, 2]]),
-    "a shape that is too large": lambda c: c["tensors"]["extra.values[0]"].update(
-        shape=[1 << 40], pieces=[[0, 0, 1 << 40]]
-    ),
+    "a file that there is not": lambda c: _tensor(c, pieces=[[7, 0, 2]]),
+    "a shape that is too large": lambda c: _tensor(c, shape=[1 << 40], pieces=[[0, 0, 1 << 40]]),
     "tensors that the file does not have": lambda c: c["tensors"].update(
-        (str(each), {**c["tensors"]["model/layers.0.linear.weight"]}) for each in range(100)
+        (str(each), {**c["tensors"][WEIGHT]}) for each in range(100)
     ),
 }
 # What it says of the run.
 STRANGE_VALUES: dict[str, Callable[[Any], object]] = {
-    "an attribute of torch": lambda c: _set(c, *TREES, "extra.text", 0, {"$": "dtype", "value": "load"}),
-    "a dimension that is too large": lambda c: c["tensors"]["extra.values[0]"].update(shape=[0, 1 << 63], pieces=[]),
-    "a tensor that values refer to twice": lambda c: _set(c, *TREES, "extra.text", 0, [TENSOR_VALUE] * 2),
-    "a tensor that two values refer to": lambda c: _set(c, *TREES, "extra.text", 0, TENSOR_VALUE),
-    "a value of a tensor that there is not": lambda c: _set(
-        c, *TREES, "extra.text", 0, {**TENSOR_VALUE, "tensor": "extra.text"}
-    ),
-    "a weight that there is not": lambda c: _set(c, "state", "models", "model", "names", "x", "x"),
+    "an attribute of torch": lambda c: _text(c, {"$": "dtype", "value": "load"}),
+    "a dimension that is too large": lambda c: _tensor(c, shape=[0, 1 << 63], pieces=[]),
+    "a tensor that values refer to twice": lambda c: _text(c, [TENSOR_VALUE] * 2),
+    "a tensor that two values refer to": lambda c: _text(c, TENSOR_VALUE),
+    "a value of a tensor that there is not": lambda c: _text(c, {**TENSOR_VALUE, "tensor": "extra.text"}),
+    "a weight that there is not": lambda c: c["state"]["models"]["model"]["names"].update(x="x"),
     "an optimizer without groups": lambda c: c["state"]["optimizers"]["optimizer"].pop("param_groups"),
-    "an optimizer's state without names": lambda c: _set(
-        c, "state", "optimizers", "optimizer", "state", "model/layers.0.linear.weight", [1]
+    "an optimizer's state without names": lambda c: c["state"]["optimizers"]["optimizer"]["state"].update(
+        {WEIGHT: [1]}
     ),
-    "a value of no rank": lambda c: _set(c, *TREES, "extra.text", []),
+    "a value of no rank": lambda c: c["state"]["trees"].update({"extra.text": []}),
 }
 
 

@@ -180,9 +180,7 @@ def _stopped(directory: Path, number: int) -> None:
 
 
 @pytest.mark.ranks
-def test_a_signal_to_the_group_of_a_rank_ends_all_but_data_loaders(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_to_the_group_of_a_rank_ends_all_but_data_loaders(tmp_path: Path) -> None:
     """The save in the background is finished."""
     for code, output in Launched(2, tmp_path, _stopped, tmp_path / "runs", TERM).end():
         assert code == 128 + TERM, output

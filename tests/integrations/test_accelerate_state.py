@@ -26,9 +26,6 @@ def test_whole_weights_in_memory_and_in_files(context: RankContext, tmp_path: Pa
         run = Trained(StreamShardAccelerator, steps=2)
         accelerator = run.accelerator
         whole = run.weights()
-        assert {name: tensor.shape for name, tensor in whole.items()} == {
-            name: tensor.shape for name, tensor in make_model().state_dict().items()
-        }
         accelerator.save_model(run.model, tmp_path / "several", max_shard_size="2KB")
         assert (tmp_path / "several" / "model.safetensors.index.json").exists()
         accelerator.save_model(run.model, tmp_path / "one")
@@ -48,6 +45,8 @@ def test_accelerates_own_class_raises_instead_of_saving_pieces(context: RankCont
         model = StreamShard(make_model(), precision=FP32)
         with pytest.raises(ShardingError, match="StreamShardAccelerator"):
             accelerator.prepare(model)
+        with pytest.raises(ShardingError, match=r"all_reduce\(\) of parameter"):  # as accelerate's LocalSGD
+            accelerator.reduce([param.data for param in model.parameters()])
         accelerator._models.clear()
         model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         for safe in (True, False) if context.rank == 0 else ():
@@ -97,16 +96,6 @@ def test_a_run_goes_on_within_an_epoch(context: RankContext, tmp_path: Path, is_
             other.epoch()
             assert other.losses == run.losses
             assert_same(other.weights(), run.weights(), "weights")
-
-
-@on_ranks(2)
-def test_a_trigger_on_one_rank_is_seen_by_all_once(context: RankContext) -> None:
-    """accelerate's own, which a script may set in a handler of a signal."""
-    with launched(context):
-        accelerator = StreamShardAccelerator()
-        if context.rank == 1:
-            accelerator.set_trigger()
-        assert accelerator.check_trigger() and not accelerator.check_trigger()
 
 
 @on_ranks(2)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.integrations import accelerating
+from tests.models import VOCABULARY, TinyLM, next_token_loss
 from tests.ranks import RankContext, on_ranks
 
 pytest.importorskip("lightning")
@@ -28,35 +28,21 @@ from streamshard import ConfigError, StreamShard  # noqa: E402
 from streamshard.integrations.lightning import StreamShardFabricStrategy, StreamShardStrategy  # noqa: E402
 from tests.reference import full_weights  # noqa: E402
 
-WORDS, STEPS = 32, 6
+STEPS = 6
 
 
-class _LM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def _made() -> _LM:
+def _made() -> TinyLM:
     torch.manual_seed(0)
-    return _LM()
+    return TinyLM()
 
 
 def _rows() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return list(torch.randint(0, WORDS, (4 * STEPS, 8), generator=generator))
+    return list(torch.randint(0, VOCABULARY, (4 * STEPS, 8), generator=generator))
 
 
 def _loss(model: Any, tokens: Tensor) -> Tensor:
-    return cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return next_token_loss(model(tokens), tokens)
 
 
 @contextlib.contextmanager
@@ -132,7 +118,7 @@ def test_fabrics_precision_decides_the_dtype_of_layers(context: RankContext) -> 
             fabric = _fabric(StreamShardFabricStrategy(streamshard=options), precision=precision)
             model: Any = fabric.setup(_made())
             seen: list[torch.dtype] = []
-            model.module.layers[0][0].register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
+            model.module.blocks[0].up.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
             model(torch.zeros(1, 8, dtype=torch.int64))
             assert seen == [dtype]
             assert isinstance(model.module, StreamShard)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import warnings
 from collections.abc import Callable
@@ -133,33 +132,6 @@ def test_a_method_with_hooks_on_parameters_is_refused(context: RankContext) -> N
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
     with pytest.raises(ShardingError, match=r"a hook on parameter '\S+delta_embedding\.weight' would never run"):
         step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-class _Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = families.bert()
-
-    def forward(self, **inputs: Tensor) -> Any:
-        return self.inner(**inputs)
-
-
-@on_ranks(2)
-def test_plain_models_save_beside_sharded_ones_and_not_inside(context: RankContext, tmp_path: Path) -> None:
-    """Sharding changes no class of a library. What is freed leaves nothing either."""
-    own, options, plain = tmp_path / str(context.rank), {"precision": FP32}, [_build(), _Around()]
-    models: list[Any] = [StreamShard(_build(), **options), StreamShard(_Around(), "BertForMaskedLM", **options)]
-    for model in models:
-        step(model, Call(0, context.rank, context.world_size, 1.0))
-    with pytest.raises(ShardingError, match="BertModel is inside a sharded model"):
-        models[1].inner.bert.save_pretrained(tmp_path)
-    plain[0].save_pretrained(own / "beside")
-    del model
-    models.clear()
-    gc.collect()
-    plain[1].inner.bert.save_pretrained(own / "afterwards")
-    if context.rank == 0:  # transformers writes there alone
-        assert _contents(own / "beside") and _contents(own / "afterwards")
 
 
 def _contents(directory: Path) -> dict[str, Tensor]:

@@ -155,38 +155,28 @@ def test_accumulation_layer_by_layer_logs_and_trains_as_trainers_own(ranks: Rank
 
 @on_ranks(2)
 def test_the_best_model_is_loaded_at_the_end(context: RankContext, tmp_path: Path) -> None:
-    data = make_rows("llama-tied")
+    """Directories that differ between ranks are those of rank 0: scripts name them by the time."""
+    data, classes = make_rows("llama-tied"), _trainers()
     options: dict[str, Any] = {"load_best_model_at_end": True, "greater_is_better": True, "save_total_limit": 1}
     options |= {"given": {"eval_dataset": data[:6]}, "eval_strategy": "steps", "eval_steps": 2, **_SAVING}
+    outs = [tmp_path / "theirs", tmp_path / f"of rank {context.rank}"]
     with launched(context):
-        _, ours = compare(
-            _trainers(), lambda: make_model("llama-tied"), tmp_path, data, save_only_model=True, **options
+        theirs, ours = (
+            train(each, make_model("llama-tied"), out, data, **options) for each, out in zip(classes, outs, strict=True)
         )
-    kept = {each.name: sorted(path.name for path in (tmp_path / each.name).iterdir()) for each in tmp_path.iterdir()}
-    assert kept["StreamShardTrainer"] == kept["Trainer"]
-    best = Path(ours.trainer.state.best_model_checkpoint)
-    assert best.is_dir() and best.parent.name == "StreamShardTrainer"
-    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
-
-
-@on_ranks(2)
-def test_directories_that_differ_between_ranks_are_those_of_rank_0(context: RankContext, tmp_path: Path) -> None:
-    """Scripts name them by the time, and ranks may start in different seconds."""
-    data, own = make_rows("llama"), tmp_path / f"of rank {context.rank}"
-    evaluating: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    with launched(context):
-        options = {"given": {"eval_dataset": data}, **_SAVING, **evaluating}
-        run = train(_trainers()[1], make_model("llama"), own, data, **options)
-        run.trainer.save_model(str(own / "final"))
+        ours.trainer.save_model(str(outs[1] / "final"))
         dist.barrier()
+    assert_equal(ours, theirs)
     first = tmp_path / "of rank 0"
-    assert _files(tmp_path) == {first.name}
-    assert Path(run.trainer.state.best_model_checkpoint).parent == first
-    assert _files(first) == {"checkpoint-2", "checkpoint-4", "final"}
-    assert {path.name for path in first.glob("*/rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
-    fresh = StreamShard(make_model("llama"), precision="fp32")
+    assert _files(tmp_path) == {"theirs", first.name}
+    assert _files(first) == {*_files(outs[0]), "final"}
+    best = Path(ours.trainer.state.best_model_checkpoint)
+    assert best.parent == first and best.name == Path(theirs.trainer.state.best_model_checkpoint).name
+    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+    assert {path.name for path in best.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    fresh = StreamShard(make_model("llama-tied"), precision="fp32")
     load_safetensors(fresh, first / "final")
-    assert_same(whole_weights(fresh), run.weights, "what is saved at the end")
+    assert_same(whole_weights(fresh), ours.weights, "what is saved at the end")
 
 
 @on_ranks(2)
