@@ -30,10 +30,6 @@ from tests.reference import assert_same
 from tests.simulated import simulated_device
 
 
-def _whole_adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=256)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("optim", ["AdamW", "Adafactor"])
 def test_a_prepared_model_trains_as_under_ddp(context: RankContext, optim: str) -> None:
@@ -41,8 +37,10 @@ def test_a_prepared_model_trains_as_under_ddp(context: RankContext, optim: str) 
     settings: dict[str, Any] = {"steps": 5, "clip": "value"}
     own: dict[str, Any] = {}
     if optim == "Adafactor":
-        settings, own = {"steps": 5, "gradient_accumulation_steps": 2}, {"optimizer": _whole_adafactor}
-        settings["optimizer"] = lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05)
+        kind, rounds = torch.optim.Adafactor, {"lr": 0.05, "round_size": 256}
+        settings = {"steps": 5, "gradient_accumulation_steps": 2}
+        settings["optimizer"] = lambda model: kind(model.parameters(), lr=0.05)
+        own["optimizer"] = lambda model: WholeParameterOptimizer(model.parameters(), kind, **rounds)
     with launched(context):
         theirs = Trained(stock, **settings)
     with launched(context):

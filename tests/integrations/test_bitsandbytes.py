@@ -233,56 +233,43 @@ def _own_adapters(trainer: Any) -> None:
             param.data = param.data.float()
 
 
-def _trainer(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """A trainer's class, arguments of its constructor, and training arguments."""
-    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    options |= {"eval_strategy": "steps", "eval_steps": 2}
+def _trainer(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A trainer's class, data, and what `train` is given."""
     if name == "Trainer":
         from transformers import Trainer
 
-        data = make_rows("llama")
-        return Trainer, {"train_dataset": data, "eval_dataset": data[:4]}, options
+        return Trainer, make_rows("llama"), {}
     trl = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
     datasets: Any = pytest.importorskip("datasets")
     columns = ("text",) if name == "SFTTrainer" else ("prompt", "chosen", "rejected")
     data = datasets.Dataset.from_dict({each: make_texts(16, (8, 9), i) for i, each in enumerate(columns)})
-    options["arguments_class"] = getattr(trl, name.replace("Trainer", "Config"))
     given = {"processing_class": make_tokenizer(), "peft_config": lora(target_modules="all-linear")}
-    return getattr(trl, name), {"train_dataset": data, "eval_dataset": data.select(range(4)), **given}, options
+    return (
+        getattr(trl, name),
+        data,
+        {"arguments_class": getattr(trl, name.replace("Trainer", "Config")), "given": given},
+    )
 
 
 def _run(
-    context: RankContext,
-    name: str,
-    out: Path,
-    resume: Path | None,
-    dtype: torch.dtype = torch.float32,
-    *,
-    is_plain: bool | None = None,
+    context: RankContext, name: str, out: Path, dtype: torch.dtype, is_plain: bool, resume: Path | None = None
 ) -> Run:
-    """Plain in one process, sharded in several, unless `is_plain` says so; the same global batch."""
-    theirs, given, options = _trainer(name)
-    is_plain = context.world_size == 1 if is_plain is None else is_plain
+    """Train, plain or sharded, with the same global batch on any number of ranks."""
+    theirs, data, options = _trainer(name)
     (path,) = _saved(context, out / "base", dtype)
+    per_device = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 4 // context.world_size)
+    often = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    own: dict[str, Any] = {"eval_dataset": data[:4] if isinstance(data, list) else data.select(range(4))}
     if not is_plain:
-        given["streamshard"] = {"precision": _OWN}
+        own["streamshard"] = {"precision": _OWN}
+    options |= {"given": {**options.get("given", {}), **own}, "bf16": dtype is torch.bfloat16, **per_device, **often}
     with launched(context):
         seed(3)
         base = _base(path, dtype)
         model = _adapted(base) if name == "Trainer" else peft.prepare_model_for_kbit_training(base, False)
-        return train(
-            theirs if is_plain else and_sharded(theirs)[1],
-            model,
-            out / f"on {context.world_size}",
-            given.pop("train_dataset"),
-            given=given,
-            before=_own_adapters,
-            resume=resume,
-            bf16=dtype is torch.bfloat16,
-            per_device_train_batch_size=4 // context.world_size,
-            per_device_eval_batch_size=4 // context.world_size,
-            **options,
-        )._replace(trainer=None)
+        each = theirs if is_plain else and_sharded(theirs)[1]
+        where = out / f"on {context.world_size}"
+        return train(each, model, where, data, before=_own_adapters, resume=resume, **options)._replace(trainer=None)
 
 
 @pytest.mark.ranks
@@ -290,10 +277,10 @@ def _run(
 def test_trainers_log_what_one_process_logs(ranks: RankPool, name: str, tmp_path: Path) -> None:
     """From the start, and from the other's checkpoint."""
     one, two = (ranks(count, backend="of accelerator") for count in (1, 2))
-    theirs, ours = (each.run(_run, name, tmp_path, None)[0] for each in (one, two))
+    theirs, ours = (each.run(_run, name, tmp_path, torch.float32, each is one)[0] for each in (one, two))
     rounding = 1e-5  # of 4-bit kernels: 3e-6 of a step's 1e-2 on some CPUs
     assert_equal(ours, theirs, atol=rounding)
-    resumed = two.run(_run, name, tmp_path, tmp_path / "on 1" / "checkpoint-2")[0]
+    resumed = two.run(_run, name, tmp_path, torch.float32, False, tmp_path / "on 1" / "checkpoint-2")[0]
     for entry in (*resumed.history, *theirs.history):
         for key in ("num_tokens", "eval_num_tokens"):  # TRL counts again from zero
             entry.pop(key, None)
@@ -304,7 +291,6 @@ def test_trainers_log_what_one_process_logs(ranks: RankPool, name: str, tmp_path
 def test_autocast_equals_ddp_if_parameters_keep_their_dtypes(context: RankContext, tmp_path: Path) -> None:
     """``bf16=True`` with a base in bf16, and norms, head and adapters in fp32. DDP has the whole base on each rank."""
     theirs, ours = (
-        _run(context, "Trainer", tmp_path / str(is_plain), None, torch.bfloat16, is_plain=is_plain)
-        for is_plain in (True, False)
+        _run(context, "Trainer", tmp_path / str(is_plain), torch.bfloat16, is_plain) for is_plain in (True, False)
     )
     assert_equal(ours, theirs)

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 from streamshard import ConfigError, StreamShard  # noqa: E402
 from streamshard.integrations.lightning import StreamShardFabricStrategy, StreamShardStrategy  # noqa: E402
-from tests.reference import full_weights  # noqa: E402
+from tests.reference import adamw, full_weights  # noqa: E402
 
 STEPS = 6
 
@@ -70,7 +70,7 @@ def _fabric(strategy: Any, **given: Any) -> Any:
 def _run(fabric: Any, path: Path | None = None, resume: Path | None = None) -> tuple[dict[str, Tensor], list[float]]:
     """Train with accumulation and clipping, save after half of the steps, or continue from there."""
     whole = _made()
-    model, optimizer = fabric.setup(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2))
+    model, optimizer = fabric.setup(whole, adamw(whole))
     loader = fabric.setup_dataloaders(DataLoader(_rows(), batch_size=1))  # type: ignore[arg-type]  # rows
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if resume is not None:
@@ -145,7 +145,7 @@ class _Module(lightning.LightningModule):
         self.norms.append(sum(squares) ** 0.5)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = adamw(self)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
 
 
