@@ -388,7 +388,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.begin", Swap("elif reduces", "if reduces"), "step_in_backward:replicas"),
         ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
-        ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:penalties"),
+        ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:with_experts"),
         ("UsedParams.finish", Swap("unit.grads.may_have_grad(param)", "param.unsharded.requires_grad"), "programs"),
     ],
     "core/replicas": [

@@ -100,17 +100,6 @@ def test_weights_tied_without_being_declared_are_all_written(context: RankContex
         assert torch.equal(restored[name], tensor), name
 
 
-@on_ranks(1)
-def test_model_with_adapters_is_refused(context: RankContext, tmp_path: Path) -> None:
-    """`save_pretrained` would save the adapters only. Whether transformers or PEFT itself has put them there."""
-    marked, adapted = llama(), llama()
-    marked._hf_peft_config_loaded = True
-    adapted.model.extra = type("Layer", (nn.Module,), {"__module__": "peft.tuners.lora.layer"})()
-    for model, where in ((marked, ""), (adapted, r".'model.extra'")):
-        with pytest.raises(CheckpointError, match=f"has adapters of PEFT.*{where}"):
-            export_safetensors(StreamShard(model), tmp_path)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("make", [*MODELS, qwen3_vl_moe])
 def test_an_export_is_what_save_pretrained_writes(context: RankContext, make: Any, tmp_path: Path) -> None:

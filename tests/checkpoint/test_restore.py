@@ -557,7 +557,7 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         (ConfigError, "keep=True", save_it(keep=True)),
         (ConfigError, "step=-1: wanted an integer of at least 0", save_it(step=-1)),
         (ConfigError, r"extra=\[1\]: wanted a dict", save_it(extra=[1])),
-        (ConfigError, "optimizer is a OneCycleLR", save_it(optimizer=run.scheduler)),
+        (ConfigError, "optimizer is a OneCycleLR", save_it(optimizer=run.extra["scheduler"])),
         (ConfigError, "model is a AdamW", save_it(run.optimizer)),
         (ConfigError, "out=None: wanted a path", lambda: to_dcp(tmp_path, None)),  # type: ignore[arg-type]
         (CheckpointError, "AdamW steps 'layers.0.linear.weight' of no given model", save_it(optimizer=mixed)),

@@ -95,7 +95,6 @@ class Trained:
         steps: how many batches to train on, over as many epochs as it takes.
         clip: what to do to gradients.
         data: batches.
-        optimizer: makes it for a model; None: AdamW.
         **settings: of the Accelerator.
     """
 
@@ -106,12 +105,11 @@ class Trained:
         steps: int = 0,
         clip: str = "norm",
         data: Any = None,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         **settings: Any,
     ) -> None:
         self.accelerator = make(**settings)
         model = make_model()
-        made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
+        made = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(made, 3, 0.9)
         prepared = self.accelerator.prepare(model, made, data or loader(), scheduler)
         self.model, self.optimizer, self.data, self.scheduler = prepared

@@ -23,7 +23,6 @@ from streamshard import Precision, StreamShard
 from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import Trained, launched, load_example, loader, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
 from tests.reference import assert_same
@@ -31,20 +30,12 @@ from tests.simulated import simulated_device
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("optim", ["AdamW", "Adafactor"])
-def test_a_prepared_model_trains_as_under_ddp(context: RankContext, optim: str) -> None:
-    """Clipped by value, or in micro-batches by norm, with an optimizer that steps whole parameters."""
-    settings: dict[str, Any] = {"steps": 5, "clip": "value"}
-    own: dict[str, Any] = {}
-    if optim == "Adafactor":
-        kind, rounds = torch.optim.Adafactor, {"lr": 0.05, "round_size": 256}
-        settings = {"steps": 5, "gradient_accumulation_steps": 2}
-        settings["optimizer"] = lambda model: kind(model.parameters(), lr=0.05)
-        own["optimizer"] = lambda model: WholeParameterOptimizer(model.parameters(), kind, **rounds)
+def test_a_prepared_model_trains_as_under_ddp(context: RankContext) -> None:
+    """Clipped by value; by norm, and in micro-batches, in other tests."""
     with launched(context):
-        theirs = Trained(stock, **settings)
+        theirs = Trained(stock, steps=5, clip="value")
     with launched(context):
-        ours = Trained(StreamShardAccelerator, **{**settings, **own})
+        ours = Trained(StreamShardAccelerator, steps=5, clip="value")
         assert isinstance(ours.model, StreamShard)
         assert ours.accelerator.unwrap_model(ours.model) is ours.model
     same(ours, theirs)
@@ -187,12 +178,16 @@ def test_an_accelerator_and_its_loader_are_freed_with_their_last_reference(conte
 
 @on_ranks(2)
 def test_options_are_those_of_streamshard(context: RankContext) -> None:
+    """Without mixed precision parameters compute in their own dtypes."""
     options: dict[str, Any] = {"weight_slots": "all", "units": ["Layer", "head"], "resident": "layers.1"}
     with launched(context):
         engine = engine_of(StreamShardAccelerator(**options).prepare(make_model()))
         assert engine.plan.keeps_weights
         assert [unit.name for unit in engine.units[1:]] == [*(f"layers.{number}" for number in range(4)), "head"]
         assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, True, False]
+        for dtype in (torch.bfloat16, torch.float32):
+            engine = engine_of(StreamShardAccelerator().prepare(make_model().to(dtype)))
+            assert {param.unsharded.dtype for unit in engine.units for param in unit.params} == {dtype}
 
 
 @on_ranks(1)
@@ -207,15 +202,6 @@ def test_options_that_contradict_each_other_are_refused(context: RankContext, mo
     contradiction = pytest.raises(ConfigError, match="bfloat16, and mixed_precision is 'fp16'")
     with launched(context, ACCELERATE_MIXED_PRECISION="fp16"), contradiction:
         StreamShardAccelerator(precision=Precision()).prepare(make_model())
-
-
-@on_ranks(2)
-def test_parameters_compute_in_their_own_dtypes_without_mixed_precision(context: RankContext) -> None:
-    with launched(context):
-        accelerator = StreamShardAccelerator()
-        for dtype in (torch.bfloat16, torch.float32):
-            engine = engine_of(accelerator.prepare(make_model().to(dtype)))
-            assert {param.unsharded.dtype for unit in engine.units for param in unit.params} == {dtype}
 
 
 @on_ranks(2)

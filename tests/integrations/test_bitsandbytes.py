@@ -23,7 +23,7 @@ from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains
 
 bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
 peft: Any = pytest.importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
-from tests.integrations.test_peft import CONFIGS, lora, step  # noqa: E402
+from tests.integrations.test_peft import CONFIGS, lora, method, step  # noqa: E402
 
 _OWN = Precision(param_dtype=None)
 
@@ -62,13 +62,9 @@ def _adapted(base: Any, config: Any = None, **options: Any) -> Any:
 METHODS: dict[str, Callable[[], Any]] = {
     **{name: CONFIGS[name] for name in ("dora", "vera", "prompt", "modules to save")},
     "tokens": lambda: lora(trainable_token_indices=[1, 5]),
-    "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-    ),
-    "oft": lambda: peft.OFTConfig(
-        oft_block_size=8, use_cayley_neumann=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-    ),
-    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "ia3": method("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "oft": method("OFTConfig", target_modules=["q_proj"], oft_block_size=8, use_cayley_neumann=False),
+    "prefix": method("PrefixTuningConfig", num_virtual_tokens=3),
 }
 
 
@@ -244,11 +240,8 @@ def _trainer(name: str) -> tuple[Any, Any, dict[str, Any]]:
     columns = ("text",) if name == "SFTTrainer" else ("prompt", "chosen", "rejected")
     data = datasets.Dataset.from_dict({each: make_texts(16, (8, 9), i) for i, each in enumerate(columns)})
     given = {"processing_class": make_tokenizer(), "peft_config": lora(target_modules="all-linear")}
-    return (
-        getattr(trl, name),
-        data,
-        {"arguments_class": getattr(trl, name.replace("Trainer", "Config")), "given": given},
-    )
+    config = getattr(trl, name.replace("Trainer", "Config"))
+    return getattr(trl, name), data, {"arguments_class": config, "given": given}
 
 
 def _run(

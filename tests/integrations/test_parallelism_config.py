@@ -150,7 +150,7 @@ def _norms_with_penalties(model: Any, whole: Any, place: int) -> list[float]:
 
 @on_ranks(4)
 def test_tensor_parallelism_with_experts_trains_what_one_process_trains(context: RankContext, tmp_path: Path) -> None:
-    """transformers' plans for both. A checkpoint loads where all ranks shard the model, and back."""
+    """transformers' plans for both. A checkpoint loads where all ranks shard the model, and back. Penalties too."""
     model, place = _with_experts()
     found = _assert_trains_as_one_process(model, "qwen3 moe", place, 2)
     save_checkpoint(tmp_path / "parallel", model)
@@ -160,6 +160,11 @@ def test_tensor_parallelism_with_experts_trains_what_one_process_trains(context:
     again, _ = _with_experts()
     load_checkpoint(tmp_path / "whole", again)
     assert difference(full_weights(whole), found) == difference(full_weights(again), found) == 0.0
+    again.set_gradient_divide_factor(1.0)  # gradients are summed, not averaged, over two data-parallel ranks
+    plain = _made("qwen3 moe")
+    plain.load_state_dict(found)
+    norms, wanted = _norms_with_penalties(again, plain, place)
+    assert norms == pytest.approx(2 * wanted, rel=1e-5)
 
 
 @on_ranks(4)
@@ -172,15 +177,6 @@ def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: Ra
     whole.load_state_dict(_assert_trains_as_one_process(model, "qwen3 moe", place, 2))
     found, wanted = _norms_with_penalties(model, whole, place)
     assert found == pytest.approx(wanted, rel=1e-5)
-
-
-@on_ranks(4)
-def test_penalties_on_experts_beside_tensor_parallelism_have_the_gradients_of_one_process(context: RankContext) -> None:
-    """Gradients are summed, not averaged, over two data-parallel ranks."""
-    model, place = _with_experts()
-    model.set_gradient_divide_factor(1.0)
-    found, wanted = _norms_with_penalties(model, _made("qwen3 moe"), place)
-    assert found == pytest.approx(2 * wanted, rel=1e-5)
 
 
 def _mixtral_on(dp: int, tp: int) -> tuple[Any, torch.optim.Optimizer]:

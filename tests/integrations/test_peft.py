@@ -41,16 +41,20 @@ def lora(**options: Any) -> Any:
     return peft.LoraConfig(**{**defaults, **options})
 
 
+def method(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(peft, name)(task_type="CAUSAL_LM", **options)
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "lora": lora,
     "dora": functools.partial(lora, use_dora=True),
     "modules to save": functools.partial(lora, modules_to_save=["lm_head"]),
     "embedding": functools.partial(lora, target_modules=["embed_tokens", "q_proj"]),
-    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 5, 7], task_type="CAUSAL_LM"),
-    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-    "projected prefix": lambda: peft.PrefixTuningConfig(
-        num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
+    "tokens": method("TrainableTokensConfig", token_indices=[1, 5, 7]),
+    "vera": method("VeraConfig", r=3, target_modules=["q_proj", "v_proj"]),
+    "prompt": method("PromptTuningConfig", num_virtual_tokens=3),
+    "projected prefix": method(
+        "PrefixTuningConfig", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
     ),
     "experts": functools.partial(
         lora, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
@@ -109,10 +113,8 @@ def _two_adapters() -> Any:
 @on_ranks(2)
 def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankContext) -> None:
     """AdaLoRA's budget: a rank would sum up the rows that it has. Its forward reads adapters of all layers."""
-    config = peft.AdaLoraConfig(
-        **{"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1},
-        **{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"},
-    )
+    budget = {"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1}
+    config = method("AdaLoraConfig", target_modules=["q_proj"], **budget)()
     torch.manual_seed(3)
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
     with pytest.raises(ShardingError, match=r"lora_A.default' is computed with while its layer does not run"):
@@ -128,8 +130,7 @@ def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankConte
 def test_a_method_with_hooks_on_parameters_is_refused(context: RankContext) -> None:
     """CPT, as OSF: the hooks would never run. The error names the parameter and comes in the first forward."""
     marks = {"cpt_token_ids": [1, 2, 3, 4], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]}
-    config = peft.CPTConfig(task_type="CAUSAL_LM", **marks)
-    model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
+    model: Any = StreamShard(peft.get_peft_model(_base(), method("CPTConfig", **marks)()), precision=FP32)
     with pytest.raises(ShardingError, match=r"a hook on parameter '\S+delta_embedding\.weight' would never run"):
         step(model, Call(0, context.rank, context.world_size, 1.0))
 
@@ -207,11 +208,11 @@ def test_save_pretrained_takes_pefts_arguments_and_raises_on_all_ranks(context: 
     assert not (tmp_path / "one/adapter_model.safetensors").exists()
     assert (tmp_path / "one/other/adapter_model.safetensors").exists()
     wanted = _saved_without_sharding(model, _two_adapters, tmp_path / f"plain{context.rank}")
-    without_peft_model = StreamShard(_build().base_model.model, precision=FP32)  # nothing would load its names
-    for refused in (model, without_peft_model):
-        with pytest.raises(
-            CheckpointError, match=r"has adapters of PEFT.*shard the PeftModel.*model.save_pretrained\("
-        ):
+    # Nothing would load the names of a model without PeftModel; `save_pretrained` would save adapters only.
+    others = [StreamShard(each, precision=FP32) for each in (_build().base_model.model, _with_native_adapter())]
+    told = r"has adapters of PEFT.*shard the PeftModel.*model.save_pretrained\("
+    for refused in (model, *others):
+        with pytest.raises(CheckpointError, match=told):
             export_safetensors(refused, tmp_path / "export")
     full = model.full_state_dict()
     if context.rank == 0:

@@ -151,11 +151,7 @@ def assert_equal(
             assert abs(mine[name] - value) <= 10.0**-digits * max(1.0, abs(value)), (name, mine, other)
     if not weights:
         return
-    assert ours.weights.keys() == theirs.weights.keys()
-    for name, weight in theirs.weights.items():
-        torch.testing.assert_close(
-            ours.weights[name], weight, rtol=1e-4, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=atol)
 
 
 def compare(classes: Iterable[Any], make: Callable[[], nn.Module], out: Path, data: Any, **options: Any) -> list[Run]:
