@@ -28,9 +28,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import (
+    CheckpointError,
+    ConfigError,
     LocalSGD,
+    RankMismatchError,
     Saving,
+    ShardingError,
     StreamShard,
+    StreamShardError,
     export_safetensors,
     full_optimizer_state_dict,
     latest,
@@ -41,7 +46,7 @@ from streamshard import (
 from streamshard.checkpoint import save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.comm import flight_recorder
-from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError, StreamShardError, log
+from streamshard.errors import log
 from tests.checkpoint.exporting import filled, sharded
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.families import llama
@@ -186,15 +191,8 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     run = start(0)
     steps(run, 0, 2)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    has_trained = threading.Event()
-    write = save.write_file
-
-    def write_later(*args: Any) -> Any:
-        assert has_trained.wait(60)
-        return write(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "write_file", write_later)
+    write, has_trained = save.write_file, threading.Event()
+    with patch.object(save, "write_file", lambda *args: has_trained.wait(60) and write(*args)):
         saving = _start_saving(tmp_path, run, wait=False, step=2)
         (thread,) = (each for each in threading.enumerate() if each.name.startswith("save "))
         assert not thread.daemon  # the interpreter waits for it
@@ -218,12 +216,8 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
 def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(context: RankContext, tmp_path: Path) -> None:
     """The others hear of it; the next save works."""
     run = start(0)
-
-    def interrupt(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
     if context.rank == 1:
-        with patch.object(save, "start_saving", interrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(save, "start_saving", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             _save(tmp_path, run, wait=False)
     else:
         saving = _start_saving(tmp_path, run, wait=False)
@@ -278,8 +272,7 @@ def test_an_export_waits_for_the_save_in_the_background(context: RankContext, tm
     """It would be another run for the save, and the save for the export."""
     run = start(0)
     write, may_write = save.write_file, threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "write_file", lambda *args: may_write.wait() and write(*args))
+    with patch.object(save, "write_file", lambda *args: may_write.wait() and write(*args)):
         saving = _start_saving(tmp_path, run, wait=False)
         threading.Timer(0.2, may_write.set).start()
         export_safetensors(run.model, tmp_path)
@@ -312,31 +305,25 @@ def test_a_process_whose_last_save_fails_says_so_and_ends_with_an_error(tmp_path
     assert not any((tmp_path / "run").iterdir())
 
 
-def _break_writing(context: RankContext, rank: int, error: BaseException | None = None) -> Any:
-    def refuse(*args: Any) -> Any:
-        raise error or CheckpointError("the disk is full")
-
-    patch = pytest.MonkeyPatch()
-    if context.rank == rank:
-        patch.setattr(save, "write_file", refuse)
-    return patch
+def _break_writing(context: RankContext, rank: int, error: BaseException) -> Any:
+    """Inside, this rank cannot write."""
+    return patch.object(save, "write_file", side_effect=error) if context.rank == rank else contextlib.nullcontext()
 
 
 @on_ranks(2)
 def test_an_error_that_one_rank_has_seen_is_raised_on_all_later(context: RankContext, tmp_path: Path) -> None:
     """So that they go on together, also if none has; once all have heard of it, it is over. Nothing is left of it."""
     run = start(0)
-    before, patch = _save(tmp_path, run), _break_writing(context, 0)
-    for waiting in ([], [0], [0, 1]):
-        saving = _start_saving(tmp_path, run, wait=False)
-        for _ in range(2):
-            if context.rank in waiting:
-                with pytest.raises(CheckpointError, match="rank 0: the disk is full"):
+    before, told = _save(tmp_path, run), "rank 0: the disk is full"
+    with _break_writing(context, 0, CheckpointError("the disk is full")):
+        for waiting in ([], [0], [0, 1]):
+            saving = _start_saving(tmp_path, run, wait=False)
+            for _ in range(2 if context.rank in waiting else 0):
+                with pytest.raises(CheckpointError, match=told):
                     saving.wait()
-        if len(waiting) < 2:
-            with pytest.raises(CheckpointError, match="rank 0: the disk is full"):
-                _save(tmp_path, run, wait=False)
-    patch.undo()
+            if len(waiting) < 2:
+                with pytest.raises(CheckpointError, match=told):
+                    _save(tmp_path, run, wait=False)
     assert list(tmp_path.iterdir()) == [before] and latest(tmp_path) == before
     assert _save(tmp_path, run).name == "checkpoint-2"
 
@@ -382,13 +369,11 @@ def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContex
 def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankContext, tmp_path: Path) -> None:
     """With its name, if it was interrupted too; the next save works."""
     run = start(0)
-    for error, told in ((None, "the disk is full"), (KeyboardInterrupt(), "KeyboardInterrupt")):
-        is_interrupted = error is not None and context.rank == 1
-        words = None if is_interrupted else f"checkpoint-1: rank 1: {told}"
-        patch = _break_writing(context, 1, error)
-        with pytest.raises(KeyboardInterrupt if is_interrupted else CheckpointError, match=words):
+    for error, told in ((CheckpointError("the disk is full"), "the disk"), (KeyboardInterrupt(), "KeyboardInterrupt")):
+        kind = type(error) if context.rank == 1 else CheckpointError
+        words = None if kind is KeyboardInterrupt else f"checkpoint-1: rank 1: {told}"
+        with _break_writing(context, 1, error), pytest.raises(kind, match=words):
             _save(tmp_path, run)
-        patch.undo()
     assert list(tmp_path.iterdir()) == [] and latest(tmp_path) is None
     blocked = _save(tmp_path, run) / "checkpoint.json"
     with pytest.raises(CheckpointError, match=r"could not save .*json"):

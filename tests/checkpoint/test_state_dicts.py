@@ -1,4 +1,4 @@
-"""State dicts of sharded models and optimizers: whole where asked for, pieces that cannot be saved as if whole."""
+"""State dicts: whole where they are asked for, pieces that cannot be saved as if whole, and averages of weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,26 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from streamshard import StreamShard, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import optimizer_state
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
-from streamshard.errors import ShardingError
-from tests.models import Layer, NormStack, Stack, stack_of
-from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Call, assert_same, built, case, full_weights, sharded_model, stack_step
+from streamshard.errors import CheckpointError, ShardingError
+from tests.models import Layer, NormStack, Stack, TinyLM, stack_of
+from tests.ranks import RankContext, RankPool, on_ranks
+from tests.reference import (
+    EXACT,
+    FP32,
+    Call,
+    assert_same,
+    built,
+    case,
+    full_weights,
+    seed,
+    sgd,
+    sharded_model,
+    stack_step,
+    train_stack,
+)
 
 
 def _model(build: Callable[[], nn.Module] = Stack) -> tuple[Any, nn.Module]:
@@ -63,7 +78,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("name", list(BUILDS))
 def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, name: str) -> None:
-    """Whatever modules do in their part of it; on rank 0 it can be saved. The model is as before."""
+    """Whatever modules do in their part of it; it can be saved, and is a copy. So it is inside `summon_full_params`."""
     model, plain = _model(BUILDS[name])
     found, wanted = model.full_state_dict(rank0_only=False), plain.state_dict()
     tensors = {key: value for key, value in wanted.items() if isinstance(value, Tensor)}
@@ -71,6 +86,10 @@ def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, nam
     assert all(found[key] == wanted[key] for key in wanted.keys() - tensors.keys())
     assert list(found) == list(wanted)
     torch.save(found, io.BytesIO())
+    with model.summon_full_params():
+        inside = model.state_dict()
+        assert_same({key: inside[key] for key in tensors}, tensors, "inside", EXACT)
+        torch.save(inside, io.BytesIO())
     for param in model.parameters():
         param.data.zero_()
     assert_same({key: found[key] for key in tensors}, tensors, "the copy", EXACT)
@@ -91,21 +110,6 @@ def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContex
         model.full_state_dict()
     assert isinstance(caught.value.__cause__, KeyError) is (context.rank == 0)
     stack_step(model, Call(0, 0, 1, 1.0))
-
-
-@on_ranks(2)
-def test_inside_summon_full_params_state_dicts_are_whole(context: RankContext) -> None:
-    """They can be saved, and edited."""
-    model, plain = _model()
-    with model.summon_full_params():
-        torch.save(model.state_dict(), io.BytesIO())
-        assert_same(dict(model.state_dict()), dict(plain.state_dict()), "state", EXACT)
-        with torch.no_grad():
-            for param in (*model.parameters(), *plain.parameters()):
-                param.mul_(2.0)
-    assert_same(full_weights(model), dict(plain.state_dict()), "written back", EXACT)
-    with pytest.raises(ShardingError, match="is one rank's piece of"):
-        torch.save(model.state_dict(), io.BytesIO())
 
 
 PARTS: dict[str, Callable[[Any], Any]] = {
@@ -162,6 +166,83 @@ def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
     ):
         assert said in str(caught.value)
     assert "size mismatch" not in str(caught.value)
+
+
+class Average:
+    """As diffusers' EMAModel and torch_ema: a list of averages, in the order of the parameters."""
+
+    def __init__(self, model: Any) -> None:
+        self.shadows = [param.detach().clone() for param in model.parameters()]
+        self.steps, self.own = 0, 0
+
+    @torch.no_grad()
+    def step(self, model: Any) -> None:
+        self.steps += 1
+        for shadow, param in zip(self.shadows, model.parameters(), strict=True):
+            shadow.sub_(0.5 * (shadow - param))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(copy.deepcopy(state))
+
+    @torch.no_grad()
+    def full(self, model: Any) -> dict[str, Tensor]:
+        """The averages as full tensors, by way of the model."""
+        for shadow, param in zip(self.shadows, model.parameters(), strict=True):
+            param.data.copy_(shadow)
+        return full_weights(model)
+
+
+def _saved(context: RankContext, path: Path) -> dict[str, Tensor]:
+    model = sharded_model()
+    average, optimizer = Average(model), sgd(model)
+    for step in range(3):
+        train_stack(model, optimizer, first=step, steps=1)
+        average.step(model)
+    save_checkpoint(path, model, optimizer, {"average": average})
+    return average.full(model)
+
+
+def _loaded(context: RankContext, path: Path, wanted: dict[str, Tensor]) -> None:
+    seed(2)
+    model: Any = StreamShard(Stack(), precision=FP32)
+    average = Average(model)
+    load_checkpoint(path, model, None, {"average": average})
+    assert average.steps == 3
+    average.step(model)  # pieces of these ranks: elementwise operations work
+    load_checkpoint(path, model, None, {"average": average})
+    assert_same(average.full(model), wanted, "averages", EXACT)
+
+
+def test_averages_of_weights_load_on_other_numbers_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """To the bit, from two ranks to one and three."""
+    wanted = ranks(2).run(_saved, tmp_path)[0]
+    for size in (1, 3):
+        ranks(size).run(_loaded, tmp_path, wanted)
+
+
+@on_ranks(2)
+def test_pieces_that_cannot_be_saved_or_loaded_are_refused(context: RankContext, tmp_path: Path) -> None:
+    """Beside values of one rank, or on one rank only; of a parameter that is not there; a norm that is not summed."""
+    model = sharded_model()
+    average = Average(model)
+    average.own = context.rank
+    one = {"weight": next(model.parameters()).detach() if context.rank == 0 else None}
+    norm = {"norm": next(model.parameters()).detach().norm()}
+    for name, each, told in (
+        ("average", average, "extra.average has pieces of parameters, and other values that differ"),
+        ("one", one, "extra.one has pieces of parameters, and other values that differ"),
+        ("norm", norm, r"extra.norm.norm is a norm of this rank's pieces: give float\(value\)"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            save_checkpoint(tmp_path / "own", model, extra={name: each})
+    average.own = 0
+    other: Any = StreamShard(TinyLM(), precision=FP32)
+    save_checkpoint(tmp_path / "two", {"a": model, "b": other}, extra={"average": average})
+    with pytest.raises(CheckpointError, match=r"extra.average: 'extra.average.shadows\[0\]' is cut as parameter '.*'"):
+        load_checkpoint(tmp_path / "two", {"b": other}, extra={"average": Average(other)})
 
 
 def test_ranks_send_many_pieces_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

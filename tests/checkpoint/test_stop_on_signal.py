@@ -12,9 +12,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy
 import pytest
@@ -233,13 +235,9 @@ def test_ranks_exchange_signals_in_each_nth_call(context: RankContext) -> None:
 @on_ranks(2)
 def test_a_failed_save_in_the_background_is_raised_at_the_exit(context: RankContext, tmp_path: Path) -> None:
     model, optimizer = _model()
-
-    def fail(*args: Any) -> Any:
-        raise OSError("no space left")
-
-    with pytest.MonkeyPatch.context() as patch, StopOnSignal(model) as stop:
+    failing = mock.patch.object(save, "write_file", side_effect=OSError("no space left"))
+    with failing if context.rank == 0 else contextlib.nullcontext(), StopOnSignal(model) as stop:
         if context.rank == 0:
-            patch.setattr(save, "write_file", fail)
             os.kill(os.getpid(), TERM)
         assert stop.requested()
         save_checkpoint(tmp_path, model, optimizer, wait=False)
@@ -258,16 +256,6 @@ def test_wrong_arguments_and_calls_are_refused(context: RankContext) -> None:
             StopOnSignal(model, **settings)
     with StopOnSignal(model) as stop, pytest.raises(ConfigError, match="no signal has come"):
         stop.exit()
-    errors: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            StopOnSignal(model)
-        except ConfigError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
+    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="main thread"):
+        pool.submit(StopOnSignal, model).result()
     assert [signal.getsignal(number) for number in (TERM, USR1)] == handlers
