@@ -63,8 +63,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def _base(kind: str = "lora") -> nn.Module:
-    model: nn.Module = (families.mixtral if kind == "experts" else families.llama)(num_hidden_layers=2)
-    return model
+    return (families.mixtral if kind == "experts" else families.llama)(num_hidden_layers=2)
 
 
 def _build(kind: str = "lora") -> Any:
@@ -188,13 +187,11 @@ def test_trainer_saves_adapters_of_add_adapter_as_with_ddp(context: RankContext,
         dist.barrier()
     ours = tmp_path / "StreamShardTrainer"
     for directory in (ours, ours / "checkpoint-2"):
-        theirs = tmp_path / "Trainer" / directory.relative_to(ours)
-        assert {path.name for path in directory.iterdir()} == {path.name for path in theirs.iterdir()}
-    weights = [_contents(tmp_path / each) for each in ("Trainer", ours.name, "model")]
-    for found in weights[1:]:
-        assert_same(
-            {name: found[name] for name in weights[2]}, {name: weights[0][name] for name in weights[2]}, "saved"
-        )
+        other = tmp_path / "Trainer" / directory.relative_to(ours)
+        assert {path.name for path in directory.iterdir()} == {path.name for path in other.iterdir()}
+    theirs, trained, model = (_contents(tmp_path / each) for each in ("Trainer", ours.name, "model"))
+    for found in (trained, model):
+        assert_same({name: found[name] for name in model}, {name: theirs[name] for name in model}, "saved")
     loaded: Any = _same_base("lora")
     loaded.load_adapter(ours)
     assert_same(loaded.state_dict(), run.weights, "weights of what is loaded")
