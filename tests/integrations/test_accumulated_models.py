@@ -30,14 +30,15 @@ def _deepseek() -> Any:
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 61}
     sizes |= {"num_key_value_heads": 4, "intermediate_size": 24, "max_position_embeddings": 32, "pad_token_id": 0}
     sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-    sizes |= {
+    experts = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
-        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
     }
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", first_k_dense_replace=1, **sizes))
+    sizes |= {"moe_intermediate_size": 8, **experts}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **sizes))
 
 
 def _checkpointed() -> Any:
