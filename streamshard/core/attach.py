@@ -61,7 +61,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         layer = "" if unit is engine.root_unit else type(found[unit.index].modules[0]).__name__
         unit.guard.ask = ask_for(engine_of, unit.index, layer)
         if unit is not engine.root_unit:
-            unit.guard.set_present(False, marks=False)
+            unit.guard.set_present(False)
     for name, module in modules_of(root):
         own = [shards[param] for param in module._parameters.values() if param is not None]
         module.__dict__.update(item for param in own for item in param.form.prepare().items())

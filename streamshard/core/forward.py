@@ -103,9 +103,6 @@ class Forward(Phase):
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used
         self._beside: set[int] = set()  # resident units that are used beside the program
-        if has_graph:
-            for unit in engine.units[1:]:
-                unit.guard.mark_absent(in_forward=True)
         for unit in engine.resident:
             unit.guard.set_present(False, marks=False)
         engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
@@ -273,7 +270,7 @@ class Forward(Phase):
                 unit.release()
         if self._has_graph:
             for unit in engine.units[1:]:
-                unit.guard.mark_absent(in_forward=False)
+                unit.guard.mark_absent()
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank with a failed forward still takes part in the exchanges.
