@@ -252,7 +252,7 @@ class Backward(Phase):
                 unit.grads.leave(is_trainable=unit.is_trainable)
             engine.phase = None
             return
-        given = engine.reductions.finish(follows_step=self._follows_step or engine.inputs.compares_steps)
+        given = engine.reductions.finish(follows_step=self._follows_step)
         engine.phase = None
         engine.reductions.used.refuse_out_of_step()
         call_hooks(given, engine.progress)  # last: a hook may step and clear the gradient

@@ -21,7 +21,6 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     order = float(norm_type)  # it may be the text "inf"
     if not order > 0.0:
         raise ConfigError(f"norm_type={norm_type!r}: wanted a number above 0, or inf")
-    engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
     host = engine.host

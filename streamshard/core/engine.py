@@ -148,18 +148,13 @@ class Inputs:
     Attributes:
         grad_scale: multiplies gradients before they are reduced.
         buffer_source: number of the rank that sends its buffers to all ranks.
-        compares_steps: this object compares the ranks' steps, so that backward need not.
     """
 
-    compares_steps = False
     grad_scale = 1.0
     buffer_source = 0
 
     def before_pass(self) -> None:
         """A forward pass begins. May be collective."""
-
-    def on_clipping(self, max_norm: object, norm_type: float) -> None:
-        """``model.clip_grad_norm_`` was called."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -43,6 +43,13 @@ if TYPE_CHECKING:
 _sharded_of, _hooks_of = operator.attrgetter("sharded"), operator.attrgetter("_post_accumulate_grad_hooks")
 _EXTRA = 4  # numbers behind the flags of parameters, see `UsedParams`
 
+OUT_OF_STEP = (
+    "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on others. Is "
+    "optimizer.step() in a condition that differs (a check for nan, a rank's own loss)? Has a rank split a batch after "
+    "an out-of-memory error, or left out a micro-batch? All ranks have to run as many passes per step: decide "
+    "together, such as by an all_reduce of a flag. Join's repeat= takes all of a step"
+)
+
 
 class Reductions:
     """The reductions of one backward. Owns the fence that the optimizer waits behind.
@@ -433,9 +440,4 @@ class UsedParams:
                 "their gradients count differently: give all ranks as many"
             )
         if all(steps):
-            raise RankMismatchError(
-                "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on "
-                "others. Is optimizer.step() in a condition that differs (a check for nan, a rank's own loss)? Has a "
-                "rank split a batch after an out-of-memory error, or left out a micro-batch? All ranks have to run as "
-                "many passes per step: decide together, such as by an all_reduce of a flag"
-            )
+            raise RankMismatchError(OUT_OF_STEP)
