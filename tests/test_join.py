@@ -14,9 +14,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard
+from streamshard import ConfigError, RankMismatchError, ShardingError, StreamShard
 from streamshard.core.engine import Inputs
-from tests.models import DIM, NormStack, Stack, TinyLM
+from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     EXACT,
@@ -27,7 +27,6 @@ from tests.reference import (
     assert_same,
     built,
     engine_inside,
-    full_grads,
     full_weights,
     lm_step,
     mesh_2d,
@@ -214,18 +213,29 @@ def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None
     assert_same(results[1], results[0], "weights", EXACT)
 
 
+def _fail() -> None:
+    raise ZeroDivisionError
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("divides_by_all", [True, False])
-def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool) -> None:
-    """Join does not report the exception. Passes are no longer announced, and gradients are means over all ranks."""
+@pytest.mark.parametrize(("divides_by_all", "is_kept"), [(True, False), (False, False), (False, True)])
+def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool, is_kept: bool) -> None:
+    """Join does not report the exception. Passes are no longer announced, and gradients are means over all ranks.
+
+    If something keeps the context, the next one ends it.
+    """
     wanted, found = sharded_model(Stack), sharded_model(Stack)
-    options = {"repeat": print, "divide_by_initial_world_size": divides_by_all}
-    with contextlib.suppress(ZeroDivisionError), Join([found], **options):
-        found(torch.ones(2, 16))
-        raise ZeroDivisionError
-    _assert_even(found)
-    for model in (wanted, found):
-        train_stack(model, sgd(model), context, steps=2)
+    joins = [Join([found], repeat=_fail, divide_by_initial_world_size=divides_by_all)]
+    with contextlib.suppress(ZeroDivisionError), joins[0] if is_kept else joins.pop():
+        if context.rank == 0:
+            found(torch.ones(2, 16)).sum().backward()
+            _fail()
+    found.zero_grad()
+    if not is_kept:
+        _assert_even(found)
+    with Join([found], repeat=print) if is_kept else contextlib.nullcontext():
+        for model in (wanted, found):
+            train_stack(model, sgd(model), context, steps=2)
     assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
 
 
@@ -245,15 +255,3 @@ def test_steps_that_repeat_lacks_are_found(context: RankContext, more: int) -> N
         torch.set_grad_enabled(context.rank == 1),
     ):
         model(torch.ones(2, 16))
-
-
-@on_ranks(1)
-def test_bf16_gradients_are_scaled_by_the_factor_itself(context: RankContext) -> None:
-    grads: list[dict[str, Any]] = []
-    for scale in (1.0, 2 / 3):
-        model = sharded_model(precision=Precision())
-        engine_inside(model).inputs.grad_scale = scale
-        model(torch.ones(2, DIM)).sum().backward()
-        grads.append(full_grads(model))
-    wanted = {name: (grad.bfloat16() * (2 / 3)).float() for name, grad in grads[0].items()}
-    assert_same(grads[1], wanted, "gradients", EXACT)

@@ -84,11 +84,7 @@ class Backward(Phase):
         engine.progress.is_unreached = False
         self._follows_step = engine.progress.has_stepped
         engine.progress.has_stepped = False  # hooks may step inside this backward
-        engine.reductions.begin(
-            is_synced=engine.is_synced,
-            reduces=not self._leaves_unreduced,
-            scale=engine.inputs.grad_scale,
-        )
+        engine.reductions.begin(is_synced=engine.is_synced, reduces=not self._leaves_unreduced)
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
         for head in engine.tied:

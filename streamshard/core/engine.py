@@ -146,11 +146,9 @@ class Inputs:
     """Every rank has inputs. `streamshard.integrations.join` replaces this object while ranks may run out of them.
 
     Attributes:
-        grad_scale: multiplies gradients before they are reduced.
         buffer_source: number of the rank that sends its buffers to all ranks.
     """
 
-    grad_scale = 1.0
     buffer_source = 0
 
     def before_pass(self) -> None:

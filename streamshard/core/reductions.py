@@ -86,7 +86,6 @@ class Reductions:
         self._averaged = 1 if replicas is None else ranks.n_replicas  # replicas average quotients
         self._units = units
         self._gather_ranks = units[0].gather_ranks
-        self._scale = 1.0
         self.progress = Progress()
         self._reduces = True
         self._stream: Any = None  # the device's stream of the backward; None on the CPU
@@ -127,9 +126,10 @@ class Reductions:
                 f"set_gradient_divide_factor: ranks have given {sorted(factors)}. Give one factor on all ranks, such "
                 "as the number of tokens of all ranks together"
             )
-        self._divide_by(factors.pop() / self._averaged)
+        self.divide_by(factors.pop() / self._averaged)
 
-    def _divide_by(self, divisor: float) -> None:
+    def divide_by(self, divisor: float) -> None:
+        """Divide sums of gradients over the shard group by `divisor` from now on."""
         self.ranks.grad_divisor = divisor
         for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not self.ranks):
             # Of experts: for sums in a loss.
@@ -139,21 +139,20 @@ class Reductions:
     def summing(self) -> Iterator[None]:
         """Sums over the shard group are not divided inside, on any rank: for backwards whose losses are."""
         before = self.ranks.grad_divisor
-        self._divide_by(1.0)
+        self.divide_by(1.0)
         try:
             yield
         finally:
-            self._divide_by(before)
+            self.divide_by(before)
 
-    def begin(self, *, is_synced: bool, reduces: bool, scale: float) -> None:
+    def begin(self, *, is_synced: bool, reduces: bool) -> None:
         """A backward begins, on the current stream.
 
         Args:
             is_synced: outside of ``no_sync()``.
             reduces: gradients are reduced; False: they stay in their slots, for another backward to add to.
-            scale: multiplies gradients before they are reduced.
         """
-        self._reduces, self._scale, self.is_open = reduces, scale, True
+        self._reduces, self.is_open = reduces, True
         self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
         self.made.clear()
         self._others.clear()
@@ -194,7 +193,7 @@ class Reductions:
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             if self.over_replicas is not None:
                 self.over_replicas.finish_before(unit)
-            unit.grads.collect(self._scale, self._others.pop(unit.index, ()))
+            unit.grads.collect(self._others.pop(unit.index, ()))
             if not self._reduces:
                 return
             works = unit.start_reduce()
@@ -223,13 +222,13 @@ class Reductions:
     def collect(self, unit: Unit) -> None:
         """Copy the unit's gradients that are made into its slot, or add them there. They are not reduced."""
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.grads.collect(self._scale, self._others.pop(unit.index, ()))
+            unit.grads.collect(self._others.pop(unit.index, ()))
 
     def write_early(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
         """Write a gradient in the place of its weight. See `UnitGrads.write_early`."""
         self.note(unit.index)
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.grads.write_early(param, grad, self._scale, self._others.get(unit.index, ()))
+            unit.grads.write_early(param, grad, self._others.get(unit.index, ()))
 
     def finish(self, *, follows_step: bool) -> list[nn.Parameter]:
         """Let the compute stream wait for all reductions, and set ``.grad``.

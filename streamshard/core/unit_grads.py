@@ -136,11 +136,10 @@ class UnitGrads:
                 param.is_left = False
                 param.forget_grad(in_slot=self.slot.content is not None)
 
-    def collect(self, scale: float, others: Collection[Any]) -> None:
+    def collect(self, others: Collection[Any]) -> None:
         """Copy new gradients into the slot, and zeros for the others (rule 3). Compute stream.
 
         Args:
-            scale: multiplies gradients.
             others: further streams of the device on which some gradients were made.
         """
         current: Any = self._wait_for(others) if others else None
@@ -163,7 +162,7 @@ class UnitGrads:
                 if (grad := get_grad(param.unsharded)) is not None:
                     set_grad(param.unsharded, None)
                 if param.lookups or param.is_written_early:
-                    beside += self._write_parts(param, grad, scale, adds=adds)
+                    beside += self._write_parts(param, grad, adds=adds)
                 elif grad is None:
                     absent.append(param.in_slot)
                     continue
@@ -173,27 +172,24 @@ class UnitGrads:
                 param.is_used = True
         if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
             torch._foreach_zero_(absent)
-        if scale != 1.0:
-            for grad in grads:  # torch._foreach_mul_ rounds the factor to bf16 on the CPU
-                grad.mul_(scale)
         write_grads(made, grads, adds=adds)
         for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
         self._ranks.streams.observe(StepEvent.GRAD_WRITTEN, self.index)
 
-    def _write_parts(self, param: Param, grad: torch.Tensor | None, scale: float, *, adds: bool) -> list[torch.Tensor]:
+    def _write_parts(self, param: Param, grad: torch.Tensor | None, *, adds: bool) -> list[torch.Tensor]:
         """Write a gradient made in parts: early (of a tied head), by look-ups, and `grad`. Returns the tensors read."""
         parts = list(map(_grad_of, param.lookups))
         if param.is_written_early and grad is not None:
-            self.write_early(param, grad, scale, ())
+            self.write_early(param, grad, ())
             parts.append(grad)
         if param.lookups:
             dense = param.in_slot if param.is_written_early else grad
-            write_lookups(param.in_slot, param.lookups, dense, scale, adds=adds)
+            write_lookups(param.in_slot, param.lookups, dense, adds=adds)
         param.is_written_early = False
         return parts
 
-    def write_early(self, param: Param, grad: torch.Tensor, scale: float, others: Collection[Any]) -> None:
+    def write_early(self, param: Param, grad: torch.Tensor, others: Collection[Any]) -> None:
         """Write a gradient of `param`, or add it, in the place of its weight, which nobody needs any more.
 
         The other weights of the unit stay. `collect` adds what comes later. See there for the arguments.
@@ -201,8 +197,6 @@ class UnitGrads:
         current: Any = self._wait_for(others) if others else None
         if self.slot.weights is not None:
             self.slot.weights.shard_read.complete()  # rule 6
-        if scale != 1.0:
-            grad.mul_(scale)
         param.in_slot.add_(grad) if param.is_written_early else param.in_slot.copy_(grad)
         param.is_written_early = param.is_used = True
         if others:
@@ -376,9 +370,7 @@ def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds:
         torch._foreach_add_(places, given) if adds else torch._foreach_copy_(places, given)
 
 
-def write_lookups(
-    place: torch.Tensor, lookups: list[Lookup], dense: torch.Tensor | None, scale: float, *, adds: bool
-) -> None:
+def write_lookups(place: torch.Tensor, lookups: list[Lookup], dense: torch.Tensor | None, *, adds: bool) -> None:
     """Write the gradient of an embedding's weight into its slot, range by range. Frees `lookups`.
 
     torch makes it as large as the weight, with a row of zeros for each token that the batch does not have. It would be
@@ -389,8 +381,7 @@ def write_lookups(
         place: [rows, width], in the slot.
         lookups: of the weight, in the order of backward.
         dense: [rows, width], the gradient of other uses of the weight, such as a tied head; changed. `place` itself if
-            this gradient is there already, scaled.
-        scale: multiplies the gradient.
+            this gradient is there already.
         adds: to the gradient in the slot.
     """
     step = max(1, -(-len(place) // _RANGES))
@@ -402,13 +393,9 @@ def write_lookups(
             local = indices - first
             local = local.masked_fill((local < 0) | (local >= others) | (indices == padding), others)
             made = torch.ops.aten.embedding_dense_backward(grad, local, others + 1, others, False)[:others]
-            if dense is place and scale != 1.0:
-                made.mul_(scale)
             total = made if total is None else total.add_(made)
         assert total is not None
         if dense is not place:
-            if scale != 1.0:
-                total.mul_(scale)
             part.add_(total) if adds else part.copy_(total)
         del total, made  # before the next range is made
     lookups.clear()

@@ -62,8 +62,11 @@ class UnevenInputs(Inputs):
         self._engine = engine_of(model)
         self._repeat = repeat
         self._divides_by_all = divides_by_all
+        self._divisor = float(self._engine.ranks.world_size)  # of gradients, in the last pass
         self._is_complete = False  # the last training pass was synchronised: its gradients are complete
         self._shadows = False  # this rank is inside another rank's pass
+        if isinstance(earlier := self._engine.inputs, UnevenInputs):
+            earlier.leave()  # an exception has ended it, and something keeps its hook
         self._engine.inputs = self
 
     # -- called by the engine ----------------------------------------------------------------------------------------
@@ -129,6 +132,8 @@ class UnevenInputs(Inputs):
         """Restore the state before the context, unless another context has begun. A second call does nothing."""
         if self._engine.inputs is self:
             self._engine.inputs = Inputs()
+            if self._engine.ranks.grad_divisor == self._divisor:  # else it is the user's factor
+                self._engine.reductions.divide_by(float(self._engine.ranks.world_size))
             self._engine.progress.has_stepped = True  # ranks without inputs may have taken no step
             self._model.__dict__.pop("_join_config", None)
 
@@ -150,11 +155,12 @@ class UnevenInputs(Inputs):
             self._is_complete = not announced.no_sync
         if any(row.casts for row in rows):
             engine.are_weights_current = False  # units in host memory look at versions
-        ranks = engine.ranks
-        if not self._divides_by_all and ranks.grad_divisor != ranks.world_size:
-            what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
-            raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
-        self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(passes)
+        if not self._divides_by_all:
+            if engine.ranks.grad_divisor != self._divisor:
+                what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
+                raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
+            self._divisor = engine.ranks.world_size * len(passes) / len(rows)  # replicas average these means
+            engine.reductions.divide_by(self._divisor)
         self.buffer_source = max(passes)  # a rank with inputs, as under DDP
         return announced
 

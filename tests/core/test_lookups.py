@@ -140,18 +140,11 @@ def _again(model: Any, call: Call) -> Tensor:
     return loss.detach()  # type: ignore[no-any-return]
 
 
-def _scaled(model: Any, call: Call) -> Tensor:
-    """Ranks with fewer batches than others scale gradients, see `UnevenInputs`."""
-    engine_inside(model).inputs.grad_scale = 0.3
-    return lm_step(model, call)
-
-
 STEPS: dict[str, tuple[Callable[[Any, Call], Tensor], dict[str, Any]]] = {
     "two slots": (lm_step, {}),
     "all slots, bf16 gradients": (_accumulate, {**ALL_SLOTS, "precision": Precision(grad_dtype=torch.bfloat16)}),
     "accumulation": (_accumulate, {}),
     "one graph, two backwards": (_again, {"weight_slots": "all"}),
-    "scaled": (_scaled, {}),
 }
 
 
