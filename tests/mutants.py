@@ -530,7 +530,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_open", Drop("if rest:"), "run_log:killed"),
     ],
     "integrations/join": [
-        ("UnevenInputs.__init__", Drop("if isinstance(earlier"), "join:exception"),
+        ("UnevenInputs.__init__", Drop("if (earlier"), "join:exception"),
         ("UnevenInputs.leave", Drop("if self._engine.ranks.grad_divisor"), "join:exception"),
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),

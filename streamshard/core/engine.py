@@ -142,19 +142,6 @@ class Changes:
         self._versions = {}
 
 
-class Inputs:
-    """Every rank has inputs. `streamshard.integrations.join` replaces this object while ranks may run out of them.
-
-    Attributes:
-        buffer_source: number of the rank that sends its buffers to all ranks.
-    """
-
-    buffer_source = 0
-
-    def before_pass(self) -> None:
-        """A forward pass begins. May be collective."""
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Engine:
     """Streams units through slots.
@@ -182,7 +169,7 @@ class Engine:
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
-        inputs: asked before each pass, see `Inputs`.
+        inputs: the `UnevenInputs` that announces passes, inside Join; else None.
         tied: the heads that share their weights with embeddings.
         ends: watches how the first passes use embedding and head; None once that is decided.
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
@@ -215,7 +202,7 @@ class Engine:
         self.progress = self.reductions.progress
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
-        self.inputs = Inputs()
+        self.inputs: Any = None
         self.ends: Ends | None = None
         self.tied: list[TiedHead] = []
         self.is_summoned = False

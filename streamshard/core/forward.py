@@ -37,14 +37,16 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     _refuse_pass(engine)
     if is_profiled() or engine.profiler.is_on:
         engine.profiler.look()
-    engine.inputs.before_pass()
+    if engine.inputs is not None:
+        engine.inputs.before_pass()
     if engine.ends is not None:
         engine.watch_ends(engine.ends)
     if engine.ranks.n_parts > 1 and is_whole_model and torch.is_grad_enabled() and not engine.order.is_settled:
         refuse_other_inputs(engine.ranks, inputs)
     if is_whole_model and engine.buffers.are_sent:
         trains = torch.is_grad_enabled() and engine.is_synced
-        engine.buffers.before_pass(trains=trains, source=engine.inputs.buffer_source)
+        source = 0 if engine.inputs is None else engine.inputs.buffer_source
+        engine.buffers.before_pass(trains=trains, source=source)
     engine.check_structure()
     for unit in engine.units:
         unit.guard.check()

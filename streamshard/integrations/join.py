@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from streamshard.core.engine import Inputs
 from streamshard.core.forward import begin_forward
 from streamshard.core.graph_hooks import run_empty_backward
 from streamshard.core.module_state import engine_of
@@ -47,7 +46,7 @@ class JoinPass(NamedTuple):
     no_sync: bool
 
 
-class UnevenInputs(Inputs):
+class UnevenInputs:
     """Inputs that may run out on some ranks: announces passes, and shadows other ranks' passes.
 
     Args:
@@ -55,17 +54,21 @@ class UnevenInputs(Inputs):
         repeat: a rank without inputs calls it after each synchronised backward of the others. None: evaluation only.
         divides_by_all: gradients are means over all ranks, with zeros of ranks without inputs. False: means over the
             ranks with inputs.
+
+    Attributes:
+        buffer_source: number of the rank that sends its buffers to all ranks.
     """
 
     def __init__(self, model: nn.Module, repeat: Callable[[], object] | None, divides_by_all: bool) -> None:
         self._model = model
         self._engine = engine_of(model)
+        self.buffer_source = 0
         self._repeat = repeat
         self._divides_by_all = divides_by_all
         self._divisor = float(self._engine.ranks.world_size)  # of gradients, in the last pass
         self._is_complete = False  # the last training pass was synchronised: its gradients are complete
         self._shadows = False  # this rank is inside another rank's pass
-        if isinstance(earlier := self._engine.inputs, UnevenInputs):
+        if (earlier := self._engine.inputs) is not None:
             earlier.leave()  # an exception has ended it, and something keeps its hook
         self._engine.inputs = self
 
@@ -131,7 +134,7 @@ class UnevenInputs(Inputs):
     def leave(self) -> None:
         """Restore the state before the context, unless another context has begun. A second call does nothing."""
         if self._engine.inputs is self:
-            self._engine.inputs = Inputs()
+            self._engine.inputs = None
             if self._engine.ranks.grad_divisor == self._divisor:  # else it is the user's factor
                 self._engine.reductions.divide_by(float(self._engine.ranks.world_size))
             self._engine.progress.has_stepped = True  # ranks without inputs may have taken no step
