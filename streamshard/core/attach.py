@@ -202,18 +202,12 @@ def _before_loading(
                 f"load_state_dict() of {shard.name!r}, a {type(value).__name__}, which is packed: leave packed weights "
                 "out (strict=False) if the model has the same, else load a checkpoint, streamshard.load_checkpoint"
             )
-        if param.shape == value.shape:
+        if value.shape in (param.shape, param.shape or (1,)):  # torch loads shape [1] into a scalar
             engine.fill([shard.name])
             if not isinstance(value, ShardedTensor) and isinstance(form_of(value), DTensorForm):
                 value = state_dict[name] = cast(Any, value).full_tensor()  # collective, as all of load_state_dict
             if piece_of(param) is not None and not isinstance(value, ShardedTensor):
                 state_dict[name] = ShardedTensor.wrap(shard.piece.cut(value), shard.piece)
-            continue
-        others[-1].append(  # error messages
-            f"StreamShard: {shard.name!r} has shape {shard.piece.shape}, in the state dict it has "
-            f"{tuple(value.shape)}. Wanted are full tensors, from full_state_dict() or an unsharded model"
-        )
-        state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
     for key, buffer in module._buffers.items():
         value = None if key in module._non_persistent_buffers_set else state_dict.get(prefix + key)
         if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:
