@@ -312,20 +312,10 @@ def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     norm, rest = torch.linalg.vector_norm, args[1:]
-    order = order_of(norm, args, kwargs)
-    if order is not None and all(map(_is_plain, args[0])):
-        norms = local_norms([each.as_subclass(torch.Tensor) for each in args[0]], order)
-        return [_partial(each, local, order, kwargs) for each, local in zip(args[0], norms, strict=True)]
     return [
         _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
         for each in args[0]
     ]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a piece on the device, and no graph is made."""
-    has_graph = tensor.requires_grad and torch.is_grad_enabled()
-    return isinstance(tensor, ShardedTensor) and tensor.piece.host is None and not has_graph
 
 
 def _partial(tensor: ShardedTensor, local: torch.Tensor, order: float, kwargs: Mapping[str, Any]) -> PartialNorm:
