@@ -75,7 +75,8 @@ def refuse_other_inputs(ranks: Communicator, inputs: object) -> None:
                 f"ranks {number} and {rank} of the model have parts of the same tensors (tensor parallelism, experts "
                 "beside the ranks that shard), and their forwards got different inputs: give all ranks along such an "
                 'axis the same batches, as DistributedSampler(data, num_replicas=mesh["dp"].size(), '
-                'rank=mesh.get_local_rank("dp")) does, and seed random inputs alike'
+                'rank=mesh.get_local_rank("dp")) does, and seed random inputs alike. If experts are on ranks with '
+                "batches of their own, give mesh= with all of these ranks"
             )
 
 

@@ -140,19 +140,15 @@ def test_experts_that_cannot_be_sharded_are_refused(context: RankContext) -> Non
         _sharded(_made(), 2, offload="state")
 
 
-_SAME_BATCHES = r"stacked experts on ranks \[0, 1\], .* have to get the same batches"  # the first rank says so
-
-
 @on_ranks(4)
-def test_a_mesh_beside_the_experts_is_warned_of(context: RankContext) -> None:
+def test_a_mesh_beside_the_experts_raises_if_they_get_other_batches(context: RankContext) -> None:
     """FSDP2 takes this mesh for experts. Here the ranks of the experts would be copies, with the same batches."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("beside experts", "of experts"))
     model = _made()
     for layer in model.layers:
         layer.experts.place_on(world["of experts"])
-    with contextlib.nullcontext() if context.rank else pytest.warns(UserWarning, match=_SAME_BATCHES):
-        sharded = StreamShard(model, mesh=world["beside experts"])
-    with pytest.raises(RankMismatchError, match="experts beside the ranks that shard"):
+    sharded = StreamShard(model, mesh=world["beside experts"])
+    with pytest.raises(RankMismatchError, match="beside the ranks that shard.* give mesh= with all of these ranks"):
         sharded(torch.full((2, 6), context.rank))
 
 
