@@ -562,10 +562,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.launch", Drop("self._is_busy = True"), "offload:changes_no_bit"),
     ],
     "core/host_grads": [
-        ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:gradients"),
-        ("HostGrads.norm_of", Swap(".clone()", ""), "offload_events:gradients"),
-        ("HostGrads.norm_of", Swap(" or param in self._factors", ""), "offload_events:gradients"),
-        ("HostGrads.norm_of", Swap("param is None or", "True or"), "offload:never_waits"),
+        ("HostGrads.norms", Swap(" and owner not in self._factors", ""), "offload_events:gradients"),
+        ("HostGrads.norms", Swap("owner in self._normed", "False"), "offload:never_waits"),
     ],
     "core/late_step": [
         ("LateStep.__init__", Swap('map_tensors({**group, "params": []}', '_copied({**group, "params": []}'), _OPTIONS),

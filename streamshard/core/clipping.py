@@ -31,7 +31,7 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if filled and host is not None:
-        host.grads.multiply_all(filled, factor)
+        host.grads.multiply(filled, factor)
     elif filled:
         torch._foreach_mul_([*map(grad_of, filled)], factor)
     return total

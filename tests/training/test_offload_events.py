@@ -192,22 +192,6 @@ def _multiplied(run: Run) -> None:
         param.grad *= 3.0
 
 
-def _multiplied_by_a_number_that_changes(run: Run) -> None:
-    for param in run.params:
-        factor = torch.tensor(0.5, device=run.context.device)
-        param.grad.mul_(factor)
-        factor.zero_()
-    run.optimizer.step()
-
-
-def _norms_kept(run: Run) -> Any:
-    """Reductions replace the norms that are known."""
-    run.loss().backward()
-    norms = run.norms()
-    run.step()
-    return norms
-
-
 def _weights_written(run: Run) -> None:
     with torch.no_grad():
         for param in run.params:
@@ -260,7 +244,7 @@ def _step_in_backward(run: Run) -> None:
 EVENTS: dict[str, tuple[Event, ...]] = {
     "gradients": (
         *(_clipped, _clipped_twice, _zeroed, _replaced, _multiplied),
-        *(_multiplied_by_a_number_that_changes, _norms_kept, _step_in_backward),
+        _step_in_backward,
     ),
     "state": (_read, _weights_written, _state_loaded, _full_state, _state_cleared),
     "loop": (_hooks, _graph_kept, _options_in_place),
