@@ -55,7 +55,6 @@ def _assert_same(models: Sequence[Any], losses: list[float], plain: Sequence[nn.
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["gan", "distillation", "vision_language"])
 def test_a_recipe_trains_as_under_ddp(context: RankContext, name: str) -> None:
-    """Losses, weights and buffers."""
     if name == "vision_language":
         pytest.importorskip("transformers")
     script = _script(name)
@@ -68,7 +67,6 @@ def test_a_recipe_trains_as_under_ddp(context: RankContext, name: str) -> None:
 
 @on_ranks(2)
 def test_the_u_net_and_its_average_train_as_under_ddp(context: RankContext) -> None:
-    """torch's own AveragedModel beside DDP; running statistics included."""
     script = _script("unet")
     models, losses = script["main"](STEPS)
     plain = script["make_model"]()
@@ -80,7 +78,6 @@ def test_the_u_net_and_its_average_train_as_under_ddp(context: RankContext) -> N
 
 @on_ranks(2)
 def test_the_best_and_latest_checkpoints_continue_and_export_the_best(context: RankContext, tmp_path: Path) -> None:
-    """A run in two halves has the losses of one run; the export is the best model, not the last one."""
     main: Callable[..., Any] = _script("best_and_latest")["main"]
     _, whole = main(20, tmp_path / "whole", 0.3)  # the loss rises again
     main(10, tmp_path / "halves", 0.3)
@@ -90,9 +87,6 @@ def test_the_best_and_latest_checkpoints_continue_and_export_the_best(context: R
     assert best == pytest.approx(min(whole))
     latest = sorted(path.name for path in (tmp_path / "whole/latest").glob("checkpoint-*"))
     assert latest == ["checkpoint-15", "checkpoint-20"]
-
-
-# -- the main job -----------------------------------------------------------------------------------------------------
 
 
 JOB = "docs/examples/train_llama.py"
@@ -106,7 +100,6 @@ def _launch(directory: Path, *arguments: str, samples: bool = False) -> Launched
 
 
 def _run(directory: Path, *arguments: str, samples: bool = False) -> str:
-    """The output of rank 0."""
     return _end(_launch(directory, *arguments, samples=samples), code=0)
 
 

@@ -25,9 +25,9 @@ from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of_both
+from streamshard.core.optimizer_hooks import take_over_state
 from streamshard.core.optimizer_kinds import params_in, steps_whole
 from streamshard.core.params import Param
-from streamshard.core.state_pieces import take_over_state
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch.autograd.graph import GradientEdge
 
-from streamshard.core.lookups import Lookup
+from streamshard.core.params import Lookup
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, ShardingError, StateError
 from streamshard.guards.weights import WeightGuard, weight_at

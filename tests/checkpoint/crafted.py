@@ -58,6 +58,13 @@ def rewrite(checkpoint: Path, change: Callable[[Any], object]) -> None:
     write_body(checkpoint, json.dumps(content).encode())
 
 
+def flip(file: Path, place: int = 0) -> None:
+    """Another bit in the byte at `place`."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
 def write_dcp(directory: Path, state: dict[str, Any], change: Callable[[Any], object] = lambda metadata: None) -> None:
     """A directory of DCP; `change` changes its metadata."""
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):

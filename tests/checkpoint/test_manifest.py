@@ -36,7 +36,7 @@ from streamshard.checkpoint.safetensors_file import FileRecord, copy_ranges, ver
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError, log
 from streamshard.forms import part_of
-from tests.checkpoint.crafted import few_files, rewrite, write_body
+from tests.checkpoint.crafted import few_files, flip, rewrite, write_body
 from tests.checkpoint.runs import start, steps, weights_of
 from tests.models import Stack
 from tests.ranks import RankContext, RankPool, on_ranks
@@ -60,13 +60,8 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "checkpoint-1"
 
 
-# ------------------------------------------------------------------------------------------------ damage
-
-
 @on_ranks(2)
-def test_files_that_are_cut_lost_longer_or_flipped_are_named_before_anything_changes(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_damaged_files_are_named_before_anything_changes(context: RankContext, tmp_path: Path) -> None:
     """A bit may flip in any place; every rank says in which file."""
     run = start(0)
     steps(run, 0, 1)
@@ -101,7 +96,7 @@ def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: Ra
         save_checkpoint(tmp_path, *run, step=step)
     paths = {step: tmp_path / f"checkpoint-{step}" for step in (2, 4)}
     if context.rank == 0:
-        _flip_last(paths[4] / "rank-00001-of-00002.safetensors")
+        flip(paths[4] / "rank-00001-of-00002.safetensors", -1)
     dist.barrier()
     with mock.patch.object(log, "warning") as warn:
         loaded = load_checkpoint(tmp_path, *run)
@@ -112,15 +107,6 @@ def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: Ra
     words = f"checkpoint-4/rank-00001.* is damaged: .* Give its directory, {tmp_path}, for the newest intact"
     with pytest.raises(CheckpointError, match=words):
         load_checkpoint(paths[4], *run)
-
-
-def _flip_last(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-# ------------------------------------------------------------------------------------------------ pieces
 
 
 def _record(rank: int, start: int, stop: int, dtype: torch.dtype = torch.float32) -> dict[str, TensorRecord]:
@@ -203,11 +189,10 @@ CUTS: dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]] = {
 @pytest.mark.parametrize("what", CUTS)
 def test_a_tensor_saved_in_pieces_is_read_whole_and_by_ranges(tmp_path: Path, what: str) -> None:
     shape, pieces = CUTS[what]
-    numel = math.prod(shape)
-    whole = torch.arange(1, numel + 1).view(shape)
+    whole = torch.arange(1, math.prod(shape) + 1).view(shape)
     files = _cut(tmp_path, whole, pieces)
     assert torch.equal(files.read_whole("w"), whole)
-    for first, last in itertools.combinations(range(numel + 1), 2):
+    for first, last in itertools.combinations(range(whole.numel() + 1), 2):
         target = torch.zeros(last - first, dtype=torch.int64)
         copy_ranges(files.find("w", first, target))
         assert torch.equal(target, whole.view(-1)[first:last])
@@ -221,42 +206,41 @@ def test_a_checkpoint_of_more_files_than_may_be_open_is_read(tmp_path: Path) -> 
         assert torch.equal(files.read_whole("w"), whole)
 
 
-# ------------------------------------------------------------------------------------------------ strangers
+WEIGHT, VALUE = "model/layers.0.linear.weight", "extra.values[0]"
+TENSOR_VALUE = {"$": "tensor", "tensor": VALUE}
 
 
-def _set(content: Any, *path: Any) -> None:
-    for key in path[:-2]:
-        content = content[key]
-    content[path[-2]] = path[-1]
+def _tensor(content: Any, **others: Any) -> None:
+    content["tensors"][VALUE].update(others)
 
 
-TENSOR, TREES = ("tensors", "extra.values[0]"), ("state", "trees")
+def _text(content: Any, value: Any) -> None:
+    """What the value "text" of the first rank is."""
+    content["state"]["trees"]["extra.text"][0] = value
+
+
 # What the manifest itself says.
 STRANGE: dict[str, Callable[[Any], object]] = {
-    "a file outside": lambda c: _set(c, "files", 0, "name", "../x"),
-    "a dtype that is none": lambda c: _set(c, *TENSOR, "dtype", "load"),
-    "a range that is not of integers": lambda c: _set(c, *TENSOR, "pieces", [[0, 0.0, 2.0]]),
-    "a range outside of the tensor": lambda c: _set(c, *TENSOR, "pieces", [[0, 0, 3]]),
+    "a file outside": lambda c: c["files"][0].update(name="../x"),
+    "a dtype that is none": lambda c: _tensor(c, dtype="load"),
+    "a range that is not of integers": lambda c: _tensor(c, pieces=[[0, 0.0, 2.0]]),
+    "a range outside of the tensor": lambda c: _tensor(c, pieces=[[0, 0, 3]]),
     "no state": lambda c: c.pop("state"),
-    "pieces of a tensor that there is not": lambda c: _set(c, *TENSOR, "pieces", "w"),
+    "pieces of a tensor that there is not": lambda c: _tensor(c, pieces="w"),
     "a key with a command": lambda c: c.update({"\x1b[2K": 1}),
 }
 # What it says of the files' contents and of the run.
 STRANGE_VALUES: dict[str, Callable[[Any], object]] = {
-    "a file that there is not": lambda c: _set(c, *TENSOR, "pieces", [[7, 0, 2]]),
-    "a shape that is too large": lambda c: c["tensors"]["extra.values[0]"].update(
-        shape=[1 << 40], pieces=[[0, 0, 1 << 40]]
-    ),
-    "another dtype than the file has": lambda c: _set(c, "tensors", "model/layers.0.linear.weight", "dtype", "int32"),
-    "an attribute of torch": lambda c: _set(c, *TREES, "extra.text", 0, {"$": "dtype", "value": "load"}),
-    "a dimension that is too large": lambda c: c["tensors"]["extra.values[0]"].update(shape=[0, 1 << 63], pieces=[]),
-    "a value of a tensor that there is not": lambda c: _set(
-        c, *TREES, "extra.text", 0, {"$": "tensor", "tensor": "extra.text"}
-    ),
-    "a weight that there is not": lambda c: _set(c, "state", "models", "model", "names", "x", "x"),
+    "a file that there is not": lambda c: _tensor(c, pieces=[[7, 0, 2]]),
+    "a shape that is too large": lambda c: _tensor(c, shape=[1 << 40], pieces=[[0, 0, 1 << 40]]),
+    "another dtype than the file has": lambda c: c["tensors"][WEIGHT].update(dtype="int32"),
+    "an attribute of torch": lambda c: _text(c, {"$": "dtype", "value": "load"}),
+    "a dimension that is too large": lambda c: _tensor(c, shape=[0, 1 << 63], pieces=[]),
+    "a value of a tensor that there is not": lambda c: _text(c, {**TENSOR_VALUE, "tensor": "extra.text"}),
+    "a weight that there is not": lambda c: c["state"]["models"]["model"]["names"].update(x="x"),
     "an optimizer without groups": lambda c: c["state"]["optimizers"]["optimizer"].pop("param_groups"),
-    "an optimizer's state without names": lambda c: _set(
-        c, "state", "optimizers", "optimizer", "state", "model/layers.0.linear.weight", [1]
+    "an optimizer's state without names": lambda c: c["state"]["optimizers"]["optimizer"]["state"].update(
+        {WEIGHT: [1]}
     ),
 }
 

@@ -6,26 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from streamshard import ShardingError, StreamShard
 from tests.models import DIM, NormStack, Stack
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import EXACT, FP32, Tolerance, assert_same, counted_collectives, sgd, train_stack
-
-
-def _state_of_first(model: Any) -> dict[str, Tensor]:
-    state = [model.full_state_dict()]
-    dist.broadcast_object_list(state)
-    return state[0]
 
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world_size", "kind", "use_buffers"),
-    [(1, "mean", True), (2, "multi", True), (2, "each", False)],
+    ("world_size", "kind", "use_buffers"), [(1, "mean", True), (2, "multi", True), (2, "each", False)]
 )
 def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str, use_buffers: bool) -> None:
     """Parameters and batch norm's statistics."""
@@ -39,11 +31,12 @@ def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str,
     for step in range(3):
         train_stack(model, optimizer, context, first=step, steps=1)
         average.update_parameters(model)
-        plain.load_state_dict(_state_of_first(model))
+        plain.load_state_dict(everywhere(model.full_state_dict())[0])
         wanted.update_parameters(plain)
         with torch.no_grad():
             average.eval()(torch.zeros(1, DIM))
-    assert_same(_state_of_first(average.module), wanted.module.state_dict(), "average", Tolerance(1e-6))
+    found = everywhere(average.module.full_state_dict())[0]
+    assert_same(found, wanted.module.state_dict(), "average", Tolerance(1e-6))
 
 
 class Online(nn.Module):
@@ -56,7 +49,6 @@ class Online(nn.Module):
             self.target = Stack().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 7]"""
         out: Tensor = self.predictor(self.tower(x))
         return out
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,6 @@ from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-
-
-# -- the environment --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -71,16 +67,12 @@ def _found(device: torch.device = CPU, local_size: int = 1) -> list[str]:
 @pytest.mark.parametrize("name", doctor._TRAPS)
 @pytest.mark.usefixtures("played_machine")
 def test_a_trap_is_a_problem_on_gpus_and_a_note_on_cpus(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One line, which says why and what to do. Another value of the variable is none."""
     values, told = doctor._TRAPS[name]
     monkeypatch.setenv(name, values.split()[-1].lower())
     for device, level in ((GPU, "problem "), (CPU, "note    ")):
         assert _found(device)[-1] == f"{level} {name}={values.split()[-1].lower()}: {told}"
     monkeypatch.setenv(name, "8")
     assert not any(name in line for line in _found(GPU))
-
-
-# -- devices ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("played_machine")
@@ -121,26 +113,21 @@ def test_gpus_are_listed_with_what_slows_them_down(monkeypatch: pytest.MonkeyPat
     assert _found(CPU)[0].startswith(what)
 
 
-# -- measurements -----------------------------------------------------------------------------------------------------
-
-
 def _communicator(device: torch.device = CPU) -> Communicator:
     speed._SECONDS = 0.01  # in this rank
-    assert dist.group.WORLD is not None
     return Communicator(dist.group.WORLD, Streams(device))
 
 
-def _build(**sizes: Any) -> Callable[[], nn.Module]:
-    return lambda: TinyLM(TinyConfig(depth=3, **sizes))
+def _build() -> nn.Module:
+    return TinyLM(TinyConfig(depth=3))
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("way", [nullcontext, over_sockets, simulated_device])
 def test_ranks_measure_what_training_sends(context: RankContext, way: Any) -> None:
-    """Bytes in the wire's dtype and that of gradients, of the layer's parameters, over each transport."""
     with way():
         ranks = _communicator()
-        layer = Layer(_build(), torch.bfloat16, (2, 4), CPU)
+        layer = Layer(_build, torch.bfloat16, (2, 4), CPU)
         speeds, found = measure(ranks, [layer.size], layer, Precision())
         assert isinstance(ranks.transport, NcclTransport) == (way is simulated_device)
     numel = sum(param.numel() for param in TinyLM().blocks[0].parameters())
@@ -154,9 +141,8 @@ def test_ranks_measure_what_training_sends(context: RankContext, way: Any) -> No
 @pytest.mark.gpu
 @on_ranks(2, backend="nccl")
 def test_ranks_measure_on_gpus(context: RankContext) -> None:
-    """Devices, matmuls, collectives and a layer, whose weights and inputs are on the device."""
     ranks = _communicator(context.device)
-    layer = Layer(_build(), torch.bfloat16, (2, 4), context.device)
+    layer = Layer(_build, torch.bfloat16, (2, 4), context.device)
     speeds, found = measure(ranks, [layer.size], layer, Precision())
     assert len(speeds) == 2 and found is not None and found.backward_beside_ms > 0
     with (
@@ -169,15 +155,11 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_a_frozen_layer_is_not_reduced(context: RankContext) -> None:
-    """A model without layers is refused."""
-    layer = Layer(lambda: _build()().requires_grad_(False), torch.bfloat16, (2, 4), CPU)
+    layer = Layer(lambda: _build().requires_grad_(False), torch.bfloat16, (2, 4), CPU)
     (gather, reduce), found = measure(_communicator(), [layer.size], layer, Precision())
     assert gather.unit_bytes > 0 and reduce.unit_bytes == 0 and found is not None
     with pytest.raises(ConfigError, match="Linear has no layers"):
         Layer(lambda: nn.Linear(4, 4), torch.bfloat16, (2, 4), CPU)
-
-
-# -- advice -----------------------------------------------------------------------------------------------------------
 
 
 _Unit = tuple[float, float]  # milliseconds of its all-gather and of its reduction
@@ -199,7 +181,6 @@ UNIT = 10.0, 20.0
 
 
 def test_hidden_communication_needs_no_setting() -> None:
-    """A tenth of the compute's time counts as hidden."""
     assert _advice(_report(HIDDEN, (3.1, 6.2))) == [
         "ok       communication hides behind forward: all-gather 3.10 ms, forward 8.00 ms, both at once 8.10 ms",
         "ok       communication hides behind backward: all-gather and reduction 9.30 ms, backward 16.00 ms, both at "
@@ -244,44 +225,29 @@ def test_16_bit_gradients_are_those_that_the_dial_recommends(
     assert dtypes == [told] * (told is not None)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def _run(arguments: list[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
+def _run(*arguments: str) -> None:
     speed._SECONDS = 0.01
     doctor._UNIT_NUMELS = (1 << 12, 1 << 14)
     sys.exit(main(["doctor", *arguments]))
 
 
-def _launch(directory: Path, *arguments: str, **environment: str) -> list[tuple[int | None, str]]:
-    return Launched(2, directory, _run, [*arguments], environment).end()
-
-
-def test_one_process_checks_the_machine_and_measures_no_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exit code 0 without a problem, 1 with one. JSON has the same findings."""
-    assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_one_process_checks_the_machine_and_measures_no_model(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = command("doctor").splitlines()
     assert {line[:8].strip() for line in lines} <= {"ok", "note"} and "matmul: bf16" in lines[-1]
     monkeypatch.setattr(doctor, "_DRIVER", Path(__file__))
-    assert main(["doctor", "--json"]) == 1
-    told = capsys.readouterr()
-    report = json.loads(told.out)
-    assert told.err == "streamshard doctor: 1 problem found\n"
+    report = json.loads(command("doctor", "--json", code=1))
     assert (report["world_size"], report["transport"], report["layer"]) == (1, None, None)
     (problem,) = [finding for finding in report["findings"] if finding["level"] == "problem"]
     assert "finds no GPU" in problem["what"]
-    assert main(["doctor", "tests.models:TinyLM", "--batch", "1", "--seq", "4"]) == 2
-    assert "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S" in capsys.readouterr().err
+    advice = "torchrun --nproc-per-node N -m streamshard doctor MODEL --batch B --seq S"
+    assert advice in command("doctor", "tests.models:TinyLM", *["--batch", "1", "--seq", "4"], code=2)
 
 
 @pytest.mark.ranks
 def test_ranks_measure_a_layer_of_a_model_and_advise(tmp_path: Path) -> None:
     """As JSON, with the times that the advice is derived from. The plan knows that all slots fit."""
     arguments = ["tests.models:TinyLM", "--batch", "2", "--seq", "8", "--precision", "fp32", "--json"]
-    (code, told), other = _launch(tmp_path, *arguments)
+    (code, told), other = Launched(2, tmp_path, _run, *arguments).end()
     assert (code, other) == (0, (0, "")), told
     report = json.loads(told)
     assert (report["world_size"], report["transport"]) == (2, "shared-memory")
@@ -290,28 +256,6 @@ def test_ranks_measure_a_layer_of_a_model_and_advise(tmp_path: Path) -> None:
     lines = [finding["what"] for finding in report["findings"]]
     assert any("communication" in line and "behind forward" in line for line in lines)
     assert any(line.startswith("choose ") for line in lines)
-
-
-def _fail_while_measuring() -> nn.Module:
-    model, calls = TinyLM(), []
-
-    def fail(*_: object) -> None:
-        calls.append(0)
-        if os.environ["RANK"] == "1" and len(calls) > 5:
-            raise ValueError("broken")
-
-    for block in model.blocks:
-        block.register_forward_pre_hook(fail)
-    return model
-
-
-@pytest.mark.ranks
-def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
-    """No rank waits for it."""
-    (code, told), _ = _launch(tmp_path, f"{__name__}:_fail_while_measuring", "--batch", "2", "--seq", "8")
-    assert code == 1
-    reason = "rank 1 has failed: a measurement ended with ValueError: broken"
-    assert "problem  the ranks cannot train together: " in told and reason in told
 
 
 def _complex() -> nn.Module:
@@ -337,4 +281,5 @@ def _run_on_own_machine() -> None:
     environment["STREAMSHARD_SHARED_MEMORY"] = "0"
     if os.environ["RANK"] == "1":
         environment["CUDA_LAUNCH_BLOCKING"] = "1"
-    _run([f"{__name__}:_complex", "--batch", "2", "--seq", "8"], environment)
+    os.environ.update(environment)
+    _run(*f"{__name__}:_complex --batch 2 --seq 8".split())
