@@ -13,11 +13,11 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard.config import GradSlots, Offload, Precision, SlotCount
-from streamshard.core.edge import WatchedRoot
+from streamshard.core.edge import Watched
 from streamshard.core.module_state import engine_at_rest, engine_of, handle_of
 from streamshard.errors import ShardingError
 from streamshard.planning.layout import LocalRange
-from streamshard.planning.structure import leave_inference_mode, leave_meta_device, params_of
+from streamshard.planning.structure import leave_inference_mode, leave_meta_device
 
 if TYPE_CHECKING:
     from streamshard.planning.discovery import ResidentArgument, UnitsArgument
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class StreamShard(WatchedRoot):
+class StreamShard(Watched):
     """Shard a model in place and stream its layers through two buffers. Returns the same object.
 
     The model keeps its class name, attributes, ``forward`` signature and state-dict names, and becomes an instance of
@@ -81,6 +81,10 @@ class StreamShard(WatchedRoot):
     Raises:
         ShardingError, UnitError, ConfigError, RankMismatchError: before anything is allocated or changed.
     """
+
+    if TYPE_CHECKING:  # any attribute is allowed: the model's class, StreamShard's subclass, is made at run time
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
         if cls is not StreamShard:
@@ -191,7 +195,7 @@ class StreamShard(WatchedRoot):
         from streamshard.core.clipping import clip_grads
 
         engine = engine_at_rest(self, "clip_grad_norm_")
-        return clip_grads(engine, params_of(self).values(), max_norm, norm_type)
+        return clip_grads(engine, [param.sharded for param in engine.params], max_norm, norm_type)
 
     def join_hook(
         self, *, repeat: Callable[[], object] | None = None, divide_by_initial_world_size: bool = True, **others: Any

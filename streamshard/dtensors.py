@@ -90,8 +90,6 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
             rank: each.across for rank, each in zip(_ranks_of(base), told, strict=True) if each.across is not None
         }
         who = _with_tensor_parallel(who, axes.across, beside)
-        if dist.get_rank() == _ranks_of(who.all_ranks)[0]:
-            _warn_of_experts(module, axes)
     if axes.inside is not None:
         assert who is not None
         who = _with_experts(who, axes.inside)
@@ -107,18 +105,6 @@ def _refuse_different_models(ranks: Sequence[int], told: Sequence[Axes]) -> None
                 f"ranks have different models: rank {full} has DTensors{kind}, and rank {ranks[axes.index(None)]} has "
                 "none: parallelize the model on all ranks, with one plan"
             )
-
-
-def _warn_of_experts(module: nn.Module, axes: Axes) -> None:
-    """Warn if experts are the only DTensors across the shard group: FSDP2 has them so, on ranks with other batches."""
-    found = _dtensors_of(module)
-    are_experts = all(form.box and form.cut_along == 0 and param.ndim > 2 for param, form in found.values())
-    if are_experts and axes.across is not None:
-        warn_user(
-            f"{next(iter(found))!r} and all other DTensors are stacked experts on ranks {list(axes.across.ranks)}, and "
-            "other ranks shard the model: these ranks have to get the same batches. If they get batches of their own, "
-            "give mesh= with all of these ranks"
-        )
 
 
 def warn_of_shared_sequences(mesh: DeviceMesh, who: Groups) -> None:

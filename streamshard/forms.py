@@ -1,8 +1,8 @@
 """Forms: parameters that are not plain tensors. StreamShard moves their memory as it is.
 
 A `Form` is what a parameter is to its module: packed bytes, or this rank's part of a DTensor. Planning, slots,
-transports and checkpoints see the parameter's plain memory. Every parameter has a form; a plain one has `PlainForm`, so
-that no code asks whether there is one.
+transports and checkpoints see the parameter's plain memory. Every parameter has a form; a plain one has `Form` itself,
+so that no code asks whether there is one.
 
 bitsandbytes and torchao are not imported here: their parameters tell what they are.
 """
@@ -37,7 +37,7 @@ def part_of(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 class Form:
-    """What a parameter is to its module.
+    """What a parameter is to its module. Of this class itself: numbers, cast to the compute dtype, which may train.
 
     Attributes:
         is_packed: the bytes are never cast, have no gradient, and never train.
@@ -96,10 +96,6 @@ class Form:
 
     def move(self, param: torch.Tensor, device: torch.device) -> None:
         """Move the tensors beside `param` to `device`."""
-
-
-class PlainForm(Form):
-    """Numbers: the parameter is cast to the compute dtype, and may train."""
 
 
 class IntegerForm(Form):
@@ -207,7 +203,7 @@ class TorchaoForm(IntegerForm):
             setattr(param, name, tensor.to(device))
 
 
-class DTensorForm(PlainForm):
+class DTensorForm(Form):
     """A DTensor: this rank's part of a parameter that tensor parallelism has cut, or a copy of it.
 
     Args:
@@ -336,7 +332,7 @@ def successor(param: nn.Parameter) -> nn.Parameter:
     return param.successor if isinstance(param, _Lowered) else param
 
 
-_PLAIN, _INTEGERS, _FOUR_BIT = PlainForm(), IntegerForm(), FourBitForm()
+_PLAIN, _INTEGERS, _FOUR_BIT = Form(), IntegerForm(), FourBitForm()
 _TORCHAO = "torchao.quantization", "torchao.dtypes"  # the modules of quantized tensors; others cast in each forward
 
 

@@ -203,7 +203,7 @@ def cast_output(output: Any, dtype: torch.dtype) -> Any:
     # Not output.get, which warns of old names (transformers).
     named = dict(output).get if isinstance(output, Mapping) else functools.partial(getattr, output)
     loss = named("loss", None)
-    kept = tensors_in([named(name, None) for name in ("cache", "past_key_values")])
+    kept = tensors_in([named("cache", None), named("past_key_values", None)])
     for tensor in tensors_in(output):
         if tensor.dtype is torch.float64 or (loss is not None and tensor is not loss and tensor.dim() > 0):
             kept.append(tensor)

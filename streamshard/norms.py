@@ -49,7 +49,13 @@ def local_norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Ten
         ]
     norms: list[torch.Tensor] = []
     for group in _groups(tensors):
-        norms += _norms_of_small(group, buffer) if len(group) > 1 else [_norm_of_one(group[0], buffer)]
+        if len(group) == 1:
+            norms.append(_norm_of_one(group[0], buffer))
+        else:  # one call for all of them: calls take longer than their elements
+            sizes = [tensor.numel() for tensor in group]
+            wide = buffer[: sum(sizes)].split(sizes)
+            torch._foreach_copy_(wide, group)
+            norms += torch._foreach_norm(wide, 2.0)
     return norms
 
 
@@ -64,14 +70,6 @@ def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         group.append(tensor if tensor.ndim == 1 else tensor.reshape(-1))
         numel += tensor.numel()
     yield group
-
-
-def _norms_of_small(tensors: list[torch.Tensor], buffer: torch.Tensor) -> Sequence[torch.Tensor]:
-    """One call for all of them: calls take longer than their elements."""
-    sizes = [tensor.numel() for tensor in tensors]
-    wide = buffer[: sum(sizes)].split(sizes)
-    torch._foreach_copy_(wide, tensors)
-    return torch._foreach_norm(wide, 2.0)
 
 
 def _norm_of_one(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -97,18 +95,16 @@ class _GlobalSum(Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
         ctx.ranks = ranks
-        return _sum_over_ranks(local, ranks)
+        total = local.clone(memory_format=torch.contiguous_format)
+        ranks.all_reduce(total)
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _sum_over_ranks(grad, ctx.ranks).div_(ctx.ranks.grad_divisor * ctx.ranks.n_parts), None
-
-
-def _sum_over_ranks(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
-    total = local.clone(memory_format=torch.contiguous_format)
-    ranks.all_reduce(total)
-    return total
+        total = grad.clone(memory_format=torch.contiguous_format)
+        ctx.ranks.all_reduce(total)
+        return total.div_(ctx.ranks.grad_divisor * ctx.ranks.n_parts), None
 
 
 def global_sum(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:

@@ -271,7 +271,7 @@ def saved_as_it_is(saved: Any) -> torch.Tensor | None:
     who has packed it: None.
     """
     data = getattr(saved, "data", None)
-    if isinstance(data, tuple) and data and isinstance(data[0], Kept):  # inside `streamshard.core.saved_tensors`
+    if isinstance(data, tuple) and data and isinstance(data[0], Kept):  # inside `streamshard.core.edge`
         data = data[0]
     if isinstance(data, Kept):
         return data.tensor

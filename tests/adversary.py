@@ -27,6 +27,7 @@ from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Collective, StreamName, Streams, Work
 from streamshard.comm.transport import AllToAll, Gather, Reduction, Transport
 from streamshard.config import ReductionMode
+from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of
 
 _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
@@ -34,12 +35,19 @@ _DELAY_CYCLES = 2_000_000  # about a millisecond of a GPU
 
 @contextlib.contextmanager
 def unobserved(streams: Streams) -> Iterator[None]:
-    """Call no observers inside the context."""
     observers, streams.observers = streams.observers, ()
     try:
         yield
     finally:
         streams.observers = observers
+
+
+def communicators_of(engine: Engine) -> list[Communicator]:
+    """All ranks that this rank exchanges units' bytes with: its shard group, experts, replicas."""
+    axes = (engine.reductions.replicas, engine.outer)
+    flats = (flat for unit in engine.units for flat in unit.flat_params)
+    of_units = (ranks for flat in flats for ranks in (flat.ranks, flat.gather_ranks))
+    return list(dict.fromkeys([engine.ranks, *of_units, *(axis.ranks for axis in axes if axis is not None)]))
 
 
 @contextlib.contextmanager
@@ -54,9 +62,8 @@ def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
     """
     engine = engine_of(model)
     pending: deque[_Late] = deque()
-    all_ranks = engine.communicators
-    transports = [AdversarialTransport(ranks, pending) for ranks in all_ranks]
-    for ranks, transport in zip(all_ranks, transports, strict=True):
+    transports = [(ranks, AdversarialTransport(ranks, pending)) for ranks in communicators_of(engine)]
+    for ranks, transport in transports:
         ranks.transport = transport
     if (host := engine.host) is not None:
         launch = host.launch
@@ -70,10 +77,10 @@ def make_adversarial(model: nn.Module) -> Iterator[AdversarialTransport]:
 
         host.launch = launch_late  # type: ignore[assignment, method-assign]
     try:
-        yield transports[0]
-        transports[0].complete()  # after an error the others may not be there to complete anything with
+        yield transports[0][1]
+        transports[0][1].complete()  # after an error the others may not be there to complete anything with
     finally:
-        for ranks, transport in zip(all_ranks, transports, strict=True):
+        for ranks, transport in transports:
             ranks.transport = transport.inner
         if host is not None:
             del host.launch
@@ -134,7 +141,6 @@ class AdversarialTransport(Transport):
         )
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
-        """See `Transport.start_average`."""
         self._issue(None, Collective.ALL_REDUCE, tag, writes=(tensor,))
         return self._start(lambda: self.inner.start_average(tensor, tag))
 
@@ -146,7 +152,6 @@ class AdversarialTransport(Transport):
         return self._start_gather(lambda: self.inner.start_flags(flags, gathered, tag))
 
     def flags_numel(self, count: int) -> int:
-        """See `Transport.flags_numel`."""
         return self.inner.flags_numel(count)
 
     def start_all_to_all(self, exchange: AllToAll) -> Work | None:
@@ -158,19 +163,15 @@ class AdversarialTransport(Transport):
         return self._start(lambda: self.inner.start_all_to_all(exchange), lambda: _spoil(exchange.send))
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
-        """See `Transport.scratch_numel`."""
         return self.inner.scratch_numel(shard_numel, mode, dtype, limit)
 
     def allocate_visible(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Transport.allocate_visible`."""
         return self.inner.allocate_visible(numel, dtype)
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
-        """See `Transport.readers`."""
         return [_Readers(work, work.readers) for work in works if isinstance(work, _Late)]
 
     def leave(self) -> None:
-        """See `Transport.leave`."""
         self.inner.leave()
 
     def complete(self, until: _Late | None = None) -> None:
@@ -215,7 +216,6 @@ class _Late:
         self._after = after
 
     def wait(self) -> None:
-        """See `streamshard.comm.streams.Work`."""
         self._transport.complete(self)
 
     def complete(self, streams: Streams) -> None:
@@ -237,7 +237,6 @@ class _Readers(NamedTuple):
     readers: list[Work | None]
 
     def wait(self) -> None:
-        """See `streamshard.comm.streams.Work`."""
         self.late.wait()
         for each in self.readers:
             if each is not None:

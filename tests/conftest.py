@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.gpu import IS_PLAYED_CUDA, skip_without_gpu
+from tests.gpu import IS_PLAYED_CUDA, has_gpu
 from tests.played_cuda import library
 from tests.ranks import RankPool, open_pool
 
@@ -61,8 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests for GPUs say why they are skipped."""
-    skip_without_gpu(item)
+    """Skip tests that are marked ``gpu`` where there is none; one that is played is one unless the mark refuses it."""
+    mark = item.get_closest_marker("gpu")
+    if mark is not None and not has_gpu(may_be_played=mark.kwargs.get("may_be_played", True)):
+        pytest.skip("no CUDA device: this test needs a GPU")
 
 
 def _world_size(item: pytest.Item) -> int | None:

@@ -18,7 +18,6 @@ import functools
 import os
 from typing import Any
 
-import pytest
 import torch
 
 IS_PLAYED = os.environ.get("TEST_PLAYED_GPU") == "1"
@@ -28,20 +27,8 @@ _until_exit = contextlib.ExitStack()
 
 
 def has_gpu(*, may_be_played: bool = True) -> bool:
-    """Whether ranks have a GPU, or a simulated one.
-
-    Call this only inside a test. The process from which ranks are forked imports this module and must not call it: the
-    call starts CUDA, which does not survive a fork.
-    """
+    """Whether ranks have a GPU, or a simulated one. Call it only in tests: it starts CUDA, which survives no fork."""
     return may_be_played if IS_PLAYED or IS_PLAYED_CUDA else torch.cuda.is_available()
-
-
-def skip_without_gpu(item: pytest.Item) -> None:
-    """Skip tests that are marked ``gpu`` where there is none; one that is played is one unless the mark refuses it."""
-    mark = item.get_closest_marker("gpu")
-    if mark is None or has_gpu(may_be_played=mark.kwargs.get("may_be_played", True)):
-        return
-    pytest.skip("no CUDA device: this test needs a GPU")
 
 
 @functools.cache

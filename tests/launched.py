@@ -6,6 +6,7 @@ A fresh interpreter would take seconds to import torch.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import runpy
 import signal
@@ -29,7 +30,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free at present."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -58,12 +58,11 @@ def run_file(arguments: list[str]) -> None:
 
 
 class Launched:
-    """Owns processes that it has started.
+    """Owns processes that it has started, each of which calls `target`.
 
     Args:
         world_size: how many ranks; 0 is one process that was not launched.
         directory: holds their output.
-        target, args: what each of them calls.
         start: what starts them. "fork" in a process that was started so: its server would import everything anew.
     """
 
@@ -96,7 +95,6 @@ class Launched:
             self.kill()
 
     def kill(self) -> None:
-        """End all remaining processes by SIGKILL."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -117,6 +115,26 @@ def run_by_torchrun(ranks: int, target: Callable[..., object], *args: Any) -> No
 
     config = LaunchConfig(1, 1, ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
     elastic_launch(config, run_rank)()
+
+
+def in_child(function: Callable[[], object]) -> tuple[int, str]:
+    """Call `function` in a forked child: its exit code, or minus a signal's number, and what is returned or raised."""
+    inward, outward = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
+        child = os.fork()
+    if child == 0:
+        faulthandler.disable()  # it would tell of signals
+        try:
+            answer = str(function())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(outward, answer.encode())
+        os._exit(0)
+    os.close(outward)
+    with open(inward) as pipe:
+        answer = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), answer
 
 
 def _run(environment: dict[str, str], output: Path, target: Callable[..., None], *args: Any) -> None:

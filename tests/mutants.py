@@ -42,7 +42,6 @@ class Drop(NamedTuple):
     start: str
 
     def apply(self, source: str, function: ast.FunctionDef) -> str:
-        """`source` without that statement of `function`."""
         statements = (node for node in ast.walk(function) if isinstance(node, ast.stmt) and node is not function)
         found = [node for node in statements if _text(source, node).startswith(self.start)]
         if len(found) != 1:
@@ -59,7 +58,6 @@ class Swap(NamedTuple):
     new: str
 
     def apply(self, source: str, function: ast.FunctionDef) -> str:
-        """`source` with that fragment of `function` replaced."""
         text = _text(source, function)
         if text.count(self.old) != 1:
             raise LookupError(f"{function.name} has {self.old!r} {text.count(self.old)} times")
@@ -67,14 +65,10 @@ class Swap(NamedTuple):
 
 
 class Mutant(NamedTuple):
-    """A change that makes the engine wrong.
+    """A change of a function (``name`` or ``Class.name``) of a file in ``streamshard`` that makes the engine wrong.
 
-    Attributes:
-        file: from ``streamshard``, without suffix.
-        function: ``name`` or ``Class.name``.
-        change: of it.
-        tests: files of those that are likely to notice it, without prefix and suffix, in the order of trying. Behind a
-            colon a word in the test's name. Tests for GPUs run on one that is played.
+    `tests` has the files of tests that are likely to notice it, without prefix and suffix, in the order of trying.
+    Behind a colon stands a word in the test's name. Tests for GPUs run on one that is played.
     """
 
     file: str
@@ -86,11 +80,7 @@ class Mutant(NamedTuple):
         return f"{self.file}.{self.function}: {self.change}"
 
     def apply(self, source: str) -> str:
-        """The text of the file with this change.
-
-        Raises:
-            LookupError: there is no such function in it, or no such place in the function.
-        """
+        """The text of the file with this change; a `LookupError` if there is no such function or place in it."""
         node: ast.AST = _parsed(source)
         for name in self.function.split("."):
             found = [each for each in ast.iter_child_nodes(node) if getattr(each, "name", None) == name]
@@ -102,7 +92,6 @@ class Mutant(NamedTuple):
 
     @property
     def test_files(self) -> list[str]:
-        """Paths of `tests` below the root of the repository."""
         names = self.tests.partition(":")[0].split()
         return [str(_test_file(name).relative_to(ROOT)) for name in names]
 
@@ -149,16 +138,16 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("extent_of", Drop("if any(piece.range_of"), "block_state"),
     ],
     "checkpoint/directory": [
-        ("publish_checkpoint", Swap("and each.path != directory", ""), "find"),
-        ("_next_generation", Swap("unread * _AHEAD", "0"), "find"),
+        ("publish_checkpoint", Swap("and each.path != directory", ""), "directory"),
+        ("publish_checkpoint", Swap("time.time_ns()", "0"), "directory:meanwhile"),
+        ("publish_checkpoint", Swap("*(each + 1 for each in known)", "0"), "directory:clocks"),
         ("_delete_old", Swap("len(own) - keep", "len(own) + 1 - keep"), "directory"),
-        ("read_entry", Drop("check_sizes(path, manifest)"), "find"),
+        ("read_entry", Drop("check_sizes(path, manifest)"), "directory"),
         ("Entry.order", Swap("made.generation, made.number", "made.number, made.generation"), "directory"),
-        ("read_entry", Drop("if is_shortage(error)"), "find"),
-        ("open_intact", Drop("if any(ranks.gather_objects("), "find"),
-        ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "find"),
+        ("read_entry", Drop("if is_shortage(error)"), "directory"),
+        ("open_intact", Drop("if any(ranks.gather_objects("), "directory"),
+        ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "directory"),
     ],
-    "checkpoint/manifest": [("_manifest_of", Swap("manifest.generation > MAX_GENERATION", "False"), "find")],
     "checkpoint/save": [
         ("_save_in_background", Swap("own_ranks.users_group if", "None if"), "restore:destroy"),
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
@@ -174,7 +163,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("name_files", Swap("partial.name.split('.')[1]", "8 * chr(48)"), "kills:no_name"),
     ],
     "checkpoint/local_directory": [
-        ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory"),
+        ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory")
     ],
     "checkpoint/object_store": [
         ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
@@ -194,7 +183,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "checkpoint/stop_on_signal": [
         ("StopOnSignal.exit", Drop("run_on_all_ranks"), "stop_on_signal:failed_save"),
-        ("StopOnSignal.requested", Swap("max(noted)", "min(noted)"), "stop_on_signal:nth"),
+        ("StopOnSignal.requested", Swap("max(noted)", "min(noted)"), "stop_on_signal:stops_all"),
         ("_after_fork_in_child", Drop("os.setpgid(0, 0)"), "stop_on_signal:group_of"),
     ],
     "comm/communicator": [
@@ -212,13 +201,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("host_group_of", Drop("_wait_for_all("), "groups:later"),
     ],
     "comm/ranks": [
-        ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:exchange or another_model"),
+        ("RankGroup.fail", Drop("self.recorder.post_failure(failure)"), "flight_recorder:another_model"),
         ("RankGroup._meet", Drop("self.fail("), "groups:two_halves"),
-        (
-            "RankGroup._meet",
-            Swap("self.waiting(what)", "self.talk(what, RecordKind.MEETING)"),
-            "groups:one_entry",
-        ),
+        ("RankGroup._meet", Swap("self.waiting(what)", "self.talk(what, RecordKind.MEETING)"), "groups:one_entry"),
     ],
     "comm/tree": [("gather_to_first", Swap("known.setdefault(each, each)", "each"), "tree:equal")],
     "comm/watchdog": [
@@ -252,7 +237,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "whole_parameters:wait",
         ),
         ("Exchange._abandon", Drop("state_of(self.group).abandoned.extend(self.messages)"), "transport"),
-        ("sum_in_rank_order", Swap("for other in others:", "for other in others[::-1]:"), "same_bits:fp32"),
+        ("sum_in_rank_order", Swap("in others:", "in others[::-1]:"), "same_bits:fp32"),
     ],
     "comm/nccl": [
         ("NcclTransport._exchange", Swap("  sum_in_rank", f"  {_ON_COMPUTE} sum_in_rank"), _STREAMS),
@@ -291,7 +276,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Streams.device_stream", Swap("_raw(self.device.index)", "_raw(0)"), _STREAMS),
         (
             "Streams.device_stream",
-            Swap("stream = self.module.current_stream(self.device)", "stream = self.module.current_stream()"),
+            Swap("= self.module.current_stream(self.device)", "= self.module.current_stream()"),
             "simulated_device:weights_may",
         ),
         ("Streams.device_stream", Swap("current != address", "address is None"), _STREAMS),
@@ -306,10 +291,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
             "matrix",
         ),
-        ("Backward._close_pass", Drop("engine.reductions.start_late("), "programs"),
+        ("Backward._close_pass", Drop("for unit in engine.units[1:]:  "), "programs"),
         ("Backward._recompute", Swap("unit.index in self.graph.silent", "True"), "programs:once"),
         ("Backward._recompute", Swap("self.graph.called.isdisjoint(", "bool("), "programs:once"),
-        ("Backward.begin", Swap("scale=engine.inputs.grad_scale", "scale=1.0"), "join"),
         ("Backward.recover", Drop("while self.callback_of() is not None:"), "exceptions"),
         ("Backward.break_off", Drop("self._engine.reductions.is_open = False"), "exceptions"),
         ("Backward.begin", Drop("unit.copy_trainability()"), "programs"),
@@ -322,8 +306,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward.finish", Drop("engine.finish_reading()"), "shared_memory"),
     ],
     "core/graph_hooks": [
-        ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:inside"),
-        ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:frozen"),
+        ("_lookups_in", Swap(" and not node._saved_scale_grad_by_freq", ""), "lookups:models"),
+        ("_keep_lookup", Swap(" or not engine.reductions.is_open", ""), "lookups:models"),
+        ("_keep_lookup", Swap("not param.unsharded.requires_grad", "False"), "lookups:models"),
         ("_keep_lookup", Swap("grad.numel() >= param.layout.numel or ", ""), "lookups:smaller"),
         ("watch_nodes", Swap("node._sequence_nr()) >= first", "node._sequence_nr()) >= 0"), "programs"),
         ("_on_gradient", Swap(" or torch.is_grad_enabled()", ""), "graphs"),
@@ -332,6 +317,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/engine": [
         ("Changes.find", Swap("self._unseen.union", "set().union"), "outer_shards:only_ranks_with"),
         ("Changes.find", Swap("now[kind] != before.get(kind)", "not before"), "outer_shards:only_ranks_with"),
+        ("Engine.expire_slots", Drop("slot.move(WeightState.EMPTY, None)"), "programs"),
         ("Engine.expire_weights", Drop("self._changes.forget()"), "outer_shards:only_ranks_with"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops programs graphs dial"),
         ("Engine.finish_reading", Swap("unit.is_sent_as_is or ", ""), "shared_memory"),
@@ -344,15 +330,15 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/forward": [
         ("Forward.read", Swap(" or not self._schedule.is_last(unit.index)", ""), "ends:otherwise_later"),
         ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
-        ("begin_forward", Drop("engine.recover()"), "exceptions"),
-        ("Forward.finish", Drop("unit.guard.mark_absent(in_forward=False)"), "absent_weights"),
+        ("begin_forward", Drop("engine.phase.recover()"), "exceptions"),
+        ("Forward.finish", Drop("unit.guard.mark_absent()"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
         (
             "Forward.finish",
             Swap("(engine.ranks.failure is not None or not isinstance(error, Exception))", "True"),
             "invariants",
         ),
-        ("Forward.finish", Swap("engine.issue(self._schedule.finish())", "self._schedule.finish()"), "matrix"),
+        ("Forward.finish", Swap("engine.issue(self._schedule.advance_to())", "self._schedule.advance_to()"), "matrix"),
     ],
     "core/params": [
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
@@ -360,7 +346,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Param.give_grad", Drop("self.given.add_(own)"), "programs"),
         ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
         ("Param.forget_grad", Drop("if in_slot:"), "invariants dial programs graphs"),
-        ("write_grads", Swap("if adds else", "if False else"), "programs loops"),
         (
             "FlatParam.add",
             Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),
@@ -368,36 +353,27 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ),
         ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes"),
     ],
-    "core/lookups": [
-        ("Lookup.rows", Swap(" | (self.indices == self.padding)", ""), "lookups:models"),
-        ("lookups_in", Swap(" and not node._saved_scale_grad_by_freq", ""), "lookups:models"),
-        ("write_lookups", Swap("total.add_(made)", "made"), "lookups:models"),
-        ("write_lookups", Drop("if scale != 1.0:"), "lookups:scaled"),
-        ("write_lookups", Drop("if dense is place and"), "lookups:scaled"),
-        ("write_lookups", Swap("part.add_(total) if adds else ", ""), "lookups:bits"),
-        ("write_lookups", Drop("lookups.clear()"), "lookups:models"),
-    ],
     "norms": [
         ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
         ("_groups", Swap("numel + tensor.numel() > _GROUP", "len(group) == 1"), "norms"),
-        ("_norms_of_small", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
+        ("local_norms", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
-    "guards/loop": [("Progress.count_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
+    "guards/loop": [("note_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "outer_shards:cross"),
         ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
         ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "outer_shards:every_way"),
         (
             "OuterShards.begin_reduction",
-            Swap("self._main_adds.setdefault(unit.index, adds)", "self._main_adds.setdefault(unit.index, False)"),
+            Swap("setdefault(unit.index, adds)", "setdefault(unit.index, False)"),
             "outer_shards:fails",
         ),
         ("OuterShards.forget", Drop("self._main_adds.clear()"), "outer_shards:fails"),
         ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way"),
     ],
     "core/reductions": [
-        ("Reductions.summing", Drop("self._divide_by(before)"), "transformers:training_equals"),
+        ("Reductions.summing", Drop("self.divide_by(before)"), "transformers:training_equals"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
@@ -415,18 +391,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             "step_in_backward:collectives",
         ),
         ("Reductions._give_early", Drop("unit.grads.drop_early()"), "step_in_backward:units"),
-        ("Reductions._look_for_hooks", Swap("and self.over_replicas is None", ""), "step_in_backward:replicas"),
-        (
-            "Reductions.start",
-            Swap(
-                "unit.reducing, self.ranks.streams.on_device_stream(self._stream)",
-                "unit.reducing, self.ranks.streams.on(StreamName.COMPUTE)",
-            ),
-            _STREAMS,
-        ),
+        ("Reductions.begin", Swap("elif reduces", "if reduces"), "step_in_backward:replicas"),
+        ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
-        ("Reductions._divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:penalties"),
-        ("UsedParams.finish", Swap("not unit.grads.may_have_grad(param)", "not param.unsharded.requires_grad"), "dial"),
+        ("Reductions.divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:with_experts"),
+        ("UsedParams.finish", Swap("unit.grads.may_have_grad(param)", "param.unsharded.requires_grad"), "programs"),
     ],
     "core/replicas": [
         ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
@@ -442,21 +411,17 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("TiedHead.put_back", Swap("min(self._least_uses, ", "max(self._least_uses, "), "tied"),
         ("TiedHead.put", Drop("with AsTensors():"), "tied"),
     ],
-    "core/saved_tensors": [
-        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later")
-    ],
     "core/slots": [
         ("GradSlot.open", Drop("self.weights.shard_read.complete()"), "shared_memory matrix"),
         ("GradSlot.open", Drop("self.weights.move("), "matrix"),
         ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
-        ("Unit.expire", Drop("self.weight_slot.move(WeightState.EMPTY, None)"), "programs"),
         ("Unit.start_gather", Drop("slot.shard_read.complete()"), "invariants"),
         ("Unit.start_gather", Drop("slot.arrived.complete()"), "invariants matrix programs"),
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
-        ("Unit.collect", Drop("self.guard.mark_gone()"), "absent_weights"),
+        ("Unit.start_reduce", Drop("self.guard.mark_gone()"), "absent_weights"),
         ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "expert_parallel"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs"),
     ],
@@ -480,7 +445,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.write_early", Drop("self.slot.weights.shard_read.complete()"), "shared_memory tied matrix"),
         ("UnitGrads.leave", Swap("param.is_left or ", ""), "replicas:only_another"),
         ("UnitGrads.write_early", Swap("param.in_slot.add_(grad) if param.is_written_early else ", ""), "tied"),
-        ("UnitGrads.write_early", Drop("if scale != 1.0"), "lookups:scaled"),
         ("UnitGrads.write_early", Drop("if self.slot.weights is not None"), "tied"),
         ("UnitGrads._write_parts", Swap("param.in_slot if param.is_written_early else grad", "grad"), "tied"),
         ("UnitGrads._write_parts", Drop("param.is_written_early = False"), "tied"),
@@ -494,13 +458,18 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.drop", Swap("not self._renew()", "False"), "pieces"),
         ("UnitGrads._renew", Drop("is_alone = is_alone and {*map(getrefcount"), "dial:main_grads"),
         ("UnitGrads._renew", Swap("{*map(len, map(vars, given))} == {_ATTRIBUTES}", "True"), "pieces:serve_again"),
-        ("UnitGrads.give", Swap("is_new or param.is_kept", "is_new"), "loops"),
+        ("UnitGrads.give", Swap("is_new or param.is_kept", "is_new"), "loops programs"),
         ("UnitGrads.give", Swap("param.is_used = param.is_kept", "param.is_kept"), "matrix"),
         ("UnitGrads.give", Drop("self.has_unreduced = False"), "invariants"),
         ("UnitGrads.leave", Swap(" or (trains and not in_slot)", ""), "replicas"),
-        ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "dial"),
+        ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "programs"),
         ("UnitGrads.resume", Drop("param.forget_grad("), "invariants"),
         ("UnitGrads.discard", Drop("with AsTensors():"), "invariants exceptions"),
+        ("write_grads", Swap("if adds else", "if False else"), "programs loops"),
+        ("write_lookups", Swap(" | (indices == padding)", ""), "lookups:models"),
+        ("write_lookups", Swap("total.add_(made)", "made"), "lookups:models"),
+        ("write_lookups", Swap("part.add_(total) if adds else ", ""), "lookups:bits"),
+        ("write_lookups", Drop("lookups.clear()"), "lookups:models"),
     ],
     "forms": [
         ("DTensorForm.local_grad", Drop("if grad.placements"), "tensor_parallel:one_process"),
@@ -519,9 +488,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/weights": [
         ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "graphs"),
+        ("WeightGuard.mark_gone", Drop("self.set_present("), "absent_weights:kept_in_place"),
         ("classes_of", Drop("entries[inner] = property"), "packed"),
     ],
-    "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "adversary")],
+    "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "ranks:busy")],
     "build": [
         ("shard_model", Drop("ranks.broadcast(tensor)"), "packed"),
         ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other"),
@@ -542,7 +512,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "layer_major/micro_batch": [
         ("MicroBatch.begin_segment", Drop("self._leaves.clear()"), _LAYER_MAJOR),
-        ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), "accumulate:contexts"),
+        ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), _LAYER_MAJOR),
         ("MicroBatch._run_part_backward", Drop("roots.update("), _LAYER_MAJOR),
         ("MicroBatch._keep", Swap("dense[param] + grad if param in dense else grad", "grad"), _LAYER_MAJOR),
         ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run"),
@@ -557,7 +527,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("StreamShardTrainerMixin._dividing_once", Drop("if not is_multiplied"), "transformers:divisor_of_ones_own"),
         (
             "StreamShardTrainerMixin._dividing_once",
-            Swap("self.accelerator.backward = divided", "self.accelerator.backward = backward"),
+            Swap("backward = divided", "backward = backward"),
             "transformers:same_global",
         ),
     ],
@@ -567,10 +537,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_open", Drop("if rest:"), "run_log:killed"),
     ],
     "integrations/join": [
+        ("UnevenInputs.__init__", Drop("if (earlier"), "join:exception"),
+        ("UnevenInputs.leave", Drop("if self._engine.ranks.grad_divisor"), "join:exception"),
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
     ],
-    "optim/averages": [("update_parameters", Drop("averaged.buffers.expect_changes()"), "averages")],
     "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state")],
     "optim/rounds": [
         ("Rounds._compare", Swap("StreamName.COMPUTE", "StreamName.COMM"), "whole_parameters:host_reads"),
@@ -597,10 +568,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.launch", Drop("self._is_busy = True"), "offload:changes_no_bit"),
     ],
     "core/host_grads": [
-        ("HostGrads.multiply", Swap("factor.clone()", "factor"), "offload_events:gradients"),
-        ("HostGrads.norm_of", Swap(".clone()", ""), "offload_events:gradients"),
-        ("HostGrads.norm_of", Swap(" or param in self._factors", ""), "offload_events:gradients"),
-        ("HostGrads.norm_of", Swap("param is None or", "True or"), "offload:never_waits"),
+        ("HostGrads.norms", Swap(" and owner not in self._factors", ""), "offload_events:gradients"),
+        ("HostGrads.norms", Swap("owner in self._normed", "False"), "offload:never_waits"),
     ],
     "core/late_step": [
         ("LateStep.__init__", Swap('map_tensors({**group, "params": []}', '_copied({**group, "params": []}'), _OPTIONS),
@@ -614,9 +583,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_plain_torch", Swap(", on_device, on_host:", ":"), "late_step:autocast"),
         ("_Moments.take", Drop("if value.data_ptr()"), "late_step:moments"),
     ],
-}
-
-_OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
+    # pinned memory
     "pinned": [
         ("PinnedMemory._map", Drop("weakref.finalize("), "pinned"),
         ("PinnedMemory._map", Swap(".atexit = False", ""), "pinned"),
@@ -628,6 +595,7 @@ _OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_unregister", Drop("module.synchronize("), "pinned"),
     ],
     "core/edge": [
+        ("holding_back_weights", Drop("if use.unit.index in use.graph.plan.weightless:"), "ends:otherwise_later"),
         ("call_unit", Swap("outer is not None or", "False or"), "programs"),
         ("call_pass", Drop("args, kwargs = untraced(moved,"), "offload_device:until_inputs"),
     ],
@@ -635,12 +603,11 @@ _OF_PINNED_MEMORY: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "torch_private": [
         ("kept", Drop("if tensor._version != version:"), "ends:tokens"),
         ("saved_as_it_is", Swap(' and getattr(saved, "unpack_hook", data) is None', ""), "lookups:hooks"),
-        ("saved_as_it_is", Drop("data = data[0]"), "lookups:turns"),
+        ("saved_as_it_is", Drop("data = data[0]"), "lookups:models"),
     ],
 }
 
-_ALL = [*_BY_FILE.items(), *_OF_PINNED_MEMORY.items()]
-MUTANTS = [Mutant(file, *change) for file, changes in _ALL for change in changes]
+MUTANTS = [Mutant(file, *change) for file, changes in _BY_FILE.items() for change in changes]
 
 
 def _try(mutant: Mutant, root: Path) -> tuple[str, str]:

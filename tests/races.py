@@ -46,14 +46,9 @@ class RaceError(Exception):
 
 
 class Access(NamedTuple):
-    """One access of a stream to a range of bytes of a buffer.
+    """One access of a stream, at a time of its clock, to bytes of a buffer, counted from the buffer's start.
 
-    Attributes:
-        stream: whose.
-        is_write: or a read.
-        what: the operation, or the collective and its unit.
-        start, stop: the bytes, counted from the start of the buffer.
-        time: of its stream's clock.
+    `what` is the operation, or the collective and its unit.
     """
 
     stream: StreamName
@@ -68,15 +63,9 @@ class Access(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Two accesses that no fence orders.
+    """Two accesses that no fence orders, in the order in which they were issued, and the bytes that both touch.
 
-    Attributes:
-        category: of the buffer.
-        buffer: which one, in words.
-        first: the access that was issued first.
-        second: the other one.
-        start, stop: the bytes that both touch, counted from the start of the buffer.
-        rule: the ordering rule whose wait would order them; None if no rule is about such a pair.
+    `rule` is the ordering rule whose wait would order them; None if no rule is about such a pair.
     """
 
     category: Category
@@ -156,16 +145,12 @@ class RaceDetector(Observer):
         self._buffers: list[_Buffer] = []
         self._watched: list[int] = []  # addresses in the ledger
 
-    # -- what the engine declares -----------------------------------------------------------------------------------
-
     def on_record(self, fence: Fence) -> None:
-        """See `Observer`. What the source does from here on is later than the snapshot."""
         clock = self._clocks[fence.source]
         self._snapshots[fence] = dict(clock)
         clock[fence.source] += 1
 
     def on_wait(self, fence: Fence, target: StreamName) -> None:
-        """See `Observer`. A fence that was recorded before we came says nothing about what we have seen."""
         self._join(target, self._snapshots.get(fence, {}))
 
     def _join(self, target: StreamName, known: dict[StreamName, int]) -> None:
@@ -181,7 +166,6 @@ class RaceDetector(Observer):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
     ) -> None:
-        """See `Observer`."""
         if (host := self._clocks.get(StreamName.HOST)) is not None:  # it does things in order, launches included
             self._join(stream, host)
             host[StreamName.HOST] += 1
@@ -197,8 +181,6 @@ class RaceDetector(Observer):
         if self.engine.streams.current is StreamName.COMPUTE:
             buffer = self._find(tensor)
             self._add(StreamName.COMPUTE if buffer is None else buffer.user, tensor, write, what)
-
-    # -- happens before ---------------------------------------------------------------------------------------------
 
     def _add(self, stream: StreamName, tensor: torch.Tensor, write: bool, what: str) -> None:
         buffer = self._find(tensor)
@@ -229,10 +211,7 @@ class RaceDetector(Observer):
             rule = _missing_rule(buffer.category, first, second)
             self.found.append(Race(buffer.category, buffer.name, first, second, start, stop, rule))
 
-    # -- which bytes ------------------------------------------------------------------------------------------------
-
     def _find(self, tensor: torch.Tensor) -> _Buffer | None:
-        """The watched buffer that `tensor` lies in."""
         if [buffer.data_ptr() for _, buffer in self.engine.ledger.buffers] != self._watched:
             self._watch_buffers()
         address = tensor.data_ptr()
@@ -263,14 +242,12 @@ def _address(buffer: _Buffer) -> int:
 
 
 def _bytes_of(tensor: torch.Tensor, base: int) -> tuple[int, int]:
-    """The range of bytes, counted from address `base`, that holds all elements of `tensor`."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr() - base
     return start, start + extent * tensor.element_size()
 
 
 def _describe(engine: Engine) -> dict[int, str]:
-    """By address, a buffer's name."""
     names: dict[int, str] = {}
     for unit in engine.units:
         weights, slot = unit.weight_slot, unit.grads.slot
@@ -279,11 +256,9 @@ def _describe(engine: Engine) -> dict[int, str]:
         names.setdefault(slot.scratch.buffer.data_ptr(), f"scratch of {slot.drained.what}")
         for flat in unit.flat_params:
             kept_as = Category.MAIN_WEIGHTS if flat.kind.trains else Category.FROZEN_WEIGHTS
-            own = {
-                kept_as: flat.main,
-                Category.ALL_GATHER_INPUTS: flat.sent_shard if engine.outer else flat.host_input,
-            }
-            for category, tensor in {Category.MAIN_GRADS: flat.main_grads, **own}.items():
+            sent = flat.sent_shard if engine.outer else flat.host_input
+            own = {Category.MAIN_GRADS: flat.main_grads, kept_as: flat.main, Category.ALL_GATHER_INPUTS: sent}
+            for category, tensor in own.items():
                 names.setdefault(tensor.data_ptr(), f"{category.value} of {_quoted(unit.name)}")
     return names
 
@@ -317,9 +292,6 @@ def _missing_rule(category: Category, first: Access, second: Access) -> Rule | N
     return Rule.SHARDS_WRITTEN if is_compute_first else Rule.SHARDS_READ
 
 
-# -- what computes ------------------------------------------------------------------------------------------------
-
-
 @cache
 def _touched(operation: OpOverload) -> list[tuple[int, str, bool]]:
     """The tensor arguments that an operation touches: position, name, and whether it writes them.
@@ -343,8 +315,6 @@ def _touched(operation: OpOverload) -> list[tuple[int, str, bool]]:
 
 
 class _Watch(TorchDispatchMode):
-    """Tells the detector of every operation on strided tensors."""
-
     def __init__(self, detector: RaceDetector) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         self._detector = detector

@@ -49,7 +49,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from tests.gpu import IS_PLAYED, enter_gpu, has_gpu
 
-MAX_RANKS = 8  # tests use 4 at most, benchmarks/same_bits.py more
 # By what ranks are forked from. Dynamo is imported by the first step of any optimizer.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "pytest", "streamshard.api", "tests.reference"]
 # By the same, where the tests that were collected have imported what stands first: then ranks are going to, or more.
@@ -79,39 +78,27 @@ GRACE_S = 3.0  # how long the other ranks may go on once one has failed
 
 # Warnings of other people's code that no test can avoid: (message, category).
 FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # Raised by what torch.compile and torch.distributed.optim import.
-    (r"`torch\.jit\.\w+` is deprecated", DeprecationWarning),
-    (r"`torch\.jit\.\w+` is deprecated", FutureWarning),  # torch 2.15
-    # Raised by torch 2.15 where checkpoints choose what they keep.
-    (r"A saved_tensors_hooks context", FutureWarning),
-    # Raised by torch.distributed.rpc when it starts, about its own group.
-    (r"You are using a Backend .* as a ProcessGroup", UserWarning),
-    # Raised by torch where torchdata's loader is made.
-    (r"'set_vital' is deprecated", UserWarning),
-    # Raised by torch 2.11's profiler, which says what it always does.
-    (r"Warning: Profiler clears events at the end of each cycle", UserWarning),
-    # Raised by PEFT, which asks a model of transformers for it.
+    (
+        r"`torch\.jit\.\w+` is deprecated",
+        DeprecationWarning,
+    ),  # by what torch.compile and torch.distributed.optim import
+    (r"`torch\.jit\.\w+` is deprecated", FutureWarning),  # the same in torch 2.15
+    (r"A saved_tensors_hooks context", FutureWarning),  # by torch 2.15 where checkpoints choose what they keep
+    (r"You are using a Backend .* as a ProcessGroup", UserWarning),  # by torch.distributed.rpc about its own group
+    (r"'set_vital' is deprecated", UserWarning),  # by torch where torchdata's loader is made
+    (r"Warning: Profiler clears events at the end of each cycle", UserWarning),  # by torch 2.11's profiler, always
+    # By PEFT, which asks a model of transformers for it.
     (r"`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated", FutureWarning),
-    # Raised by accelerate, where tensors of GPUs are gathered.
+    # By accelerate, where tensors of GPUs are gathered, and where it waits for all ranks.
     (r"`torch\.distributed\.all_gather_into_tensor` is deprecated", FutureWarning),
-    # Raised by torch, where accelerate waits for all ranks; torchrun's own groups have a device.
     (r"barrier\(\): using the device under current context", UserWarning),
-    # Raised by Inductor on Ampere and newer GPUs.
-    (r"TensorFloat32 tensor cores", UserWarning),
-    # Ours, where a machine with GPUs runs the tests for CPUs.
-    (r"the model trains on the CPU while", UserWarning),
+    (r"TensorFloat32 tensor cores", UserWarning),  # by Inductor on Ampere and newer GPUs
+    (r"the model trains on the CPU while", UserWarning),  # ours, where a machine with GPUs runs the tests for CPUs
 )
 
 
 class Call(NamedTuple):
-    """The rank and step of one call of a step function.
-
-    Attributes:
-        step: counts from 0.
-        rank: whose batch to use.
-        world_size: number of ranks.
-        weight: what to multiply the loss with before backward; 1/N where one process plays all ranks.
-    """
+    """One call of a step function: `weight` multiplies the loss, and is 1/N where one process plays all ranks."""
 
     step: int
     rank: int
@@ -126,20 +113,13 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a rank function knows about where it runs.
-
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks; the default process group has exactly these.
-        device: where models live.
-    """
+    """What a rank function knows about where it runs. The default process group has exactly these ranks."""
 
     rank: int
     world_size: int
     device: torch.device
 
     def call(self, step: int) -> Call:
-        """This rank's call of a step function."""
         return Call(step, self.rank, self.world_size, 1.0)
 
 
@@ -171,11 +151,9 @@ def warnings_are_errors() -> None:
         warnings.filterwarnings("ignore", message=message, category=category)
 
 
-# ---------------------------------------------------------------------------------------------- in the worker
-
-
-def _serve(connection: Connection, store_port: int, dump_path: str) -> None:
+def _serve(connection: Connection, store_port: int, dump_path: str, environment: dict[str, str]) -> None:
     """Answer requests until the parent hangs up."""
+    os.environ.update(environment)
     dump_file = open(dump_path, "w")  # noqa: SIM115 - lives as long as the process
     faulthandler.enable(file=dump_file)
     torch.set_num_threads(1)
@@ -224,10 +202,7 @@ _MOST_UNFROZEN = 20_000  # objects; torch alone has ten times as many
 
 
 def _collect_garbage() -> None:
-    """Collect, without looking through torch again each time: that took 0.2 s of every test.
-
-    What is frozen may have been unfrozen since. To ask how much is walks through all of it; what is not is little.
-    """
+    """Collect, without looking through torch each time: that took 0.2 s of every test. It may be unfrozen since."""
     global _modules_frozen
     gc.collect()
     if len(sys.modules) != _modules_frozen or len(gc.get_objects(generation=2)) > _MOST_UNFROZEN:
@@ -267,7 +242,6 @@ def await_groups_of_before() -> None:
 
 
 def _start_clean() -> None:
-    """Remove an earlier run's process groups, garbage and settings."""
     _leave_groups()
     _collect_garbage()
     if "torch._dynamo" in sys.modules:
@@ -277,9 +251,6 @@ def _start_clean() -> None:
     torch.manual_seed(0)
     random.seed(0)
     warnings_are_errors()
-
-
-# ---------------------------------------------------------------------------------------------- in the parent
 
 
 def forkserver() -> multiprocessing.context.ForkServerContext:
@@ -300,8 +271,8 @@ class _Worker:
         os.close(handle)
         start = forkserver()
         self.connection, theirs = start.Pipe()
-        target = _serve if not environment else functools.partial(_serve_with_environment, environment)
-        self.process: BaseProcess = start.Process(target=target, args=(theirs, store_port, self.dump_path), daemon=True)
+        args = theirs, store_port, self.dump_path, environment
+        self.process: BaseProcess = start.Process(target=_serve, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -317,20 +288,11 @@ class _Worker:
                 break
         return Path(self.dump_path).read_text()[before:]
 
-    def last_words(self) -> str:
-        """The last output of a process that died."""
-        return Path(self.dump_path).read_text()
-
     def kill(self) -> None:
         self.connection.close()
         self.process.kill()
         self.process.join()
         Path(self.dump_path).unlink(missing_ok=True)
-
-
-def _serve_with_environment(environment: dict[str, str], connection: Connection, port: int, dump_path: str) -> None:
-    os.environ.update(environment)
-    _serve(connection, port, dump_path)
 
 
 class Ranks(NamedTuple):
@@ -344,59 +306,23 @@ class Ranks(NamedTuple):
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(context, *args, **kwargs)`` on every rank; returns what each rank returned, in rank order.
 
-        Args:
-            function: a module-level function; it and its arguments are pickled.
-            *args: passed on, the same on every rank.
-            **kwargs: passed on, the same on every rank.
-
-        Raises:
-            RankFailure: a rank raised, died, or did not answer in time.
+        It and its arguments are pickled. Raises a `RankFailure` if a rank raised, died, or did not answer in time.
         """
-        __tracebackhide__ = True
-        return self.pool.run(self, function, args, kwargs)
-
-
-class RankPool:
-    """Worker processes by rank, started on first use. Owns them and the store their groups meet at.
-
-    Attributes:
-        run_timeout_s: how long a run may take.
-    """
-
-    def __init__(self, *, run_timeout_s: float = RUN_TIMEOUT_S, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
-        self.run_timeout_s = run_timeout_s
-        self._group_timeout_s = group_timeout_s
-        self._store: TCPStore | None = None
-        self._workers: dict[tuple[str, int], _Worker] = {}
-        self._runs = 0
-
-    def __call__(self, world_size: int, *, backend: str = "gloo", group_timeout_s: float | None = None) -> Ranks:
-        """The first `world_size` ranks of the pool, with a process group of that timeout and backend (`on_ranks`)."""
-        if not 1 <= world_size <= MAX_RANKS:
-            raise ValueError(f"world_size={world_size}: wanted 1 to {MAX_RANKS}")
-        if backend == "of accelerator":
-            backend = "nccl" if has_gpu() else "gloo"
-        return Ranks(self, world_size, backend, group_timeout_s or self._group_timeout_s)
-
-    def run(
-        self, ranks: Ranks, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        """See `Ranks.run`."""
         __tracebackhide__ = True  # the ranks' own tracebacks are what is of interest
-        world_size, backend = ranks.world_size, ranks.backend
-        workers = [self._worker(backend, rank) for rank in range(world_size)]
-        self._runs += 1
-        request = _Request(function, args, kwargs, 0, world_size, backend, f"run{self._runs}", ranks.group_timeout_s)
+        pool, world_size, backend = self.pool, self.world_size, self.backend
+        workers = [pool.worker(backend, rank) for rank in range(world_size)]
+        pool.runs += 1
+        request = _Request(function, args, kwargs, 0, world_size, backend, f"run{pool.runs}", self.group_timeout_s)
         try:
             for rank, worker in enumerate(workers):
                 worker.connection.send_bytes(pickle.dumps(request._replace(rank=rank)))
-            replies = self._collect(workers)
+            replies = pool.collect(workers)
         except BaseException:  # as by pytest-timeout: else the next run would get these replies
-            self._drop(backend, world_size)
+            pool.drop(backend, world_size)
             raise
         failures = {rank: reply.value for rank, reply in replies.items() if reply.kind == "failure"}
         if failures:
-            self._drop(backend, world_size)
+            pool.drop(backend, world_size)
             raise RankFailure(
                 "\n".join(f"---- rank {rank} of {world_size} ----\n{story}" for rank, story in sorted(failures.items()))
             )
@@ -405,17 +331,33 @@ class RankPool:
                 pytest.skip(reply.value)
         return [replies[rank].value for rank in range(world_size)]
 
+
+class RankPool:
+    """Worker processes by rank, started on first use. Owns them and the store their groups meet at."""
+
+    def __init__(self, *, run_timeout_s: float = RUN_TIMEOUT_S, group_timeout_s: float = GROUP_TIMEOUT_S) -> None:
+        self._run_timeout_s = run_timeout_s
+        self._group_timeout_s = group_timeout_s
+        self._store: TCPStore | None = None
+        self._workers: dict[tuple[str, int], _Worker] = {}
+        self.runs = 0
+
+    def __call__(self, world_size: int, *, backend: str = "gloo", group_timeout_s: float | None = None) -> Ranks:
+        """The first `world_size` ranks of the pool, with a process group of that timeout and backend (`on_ranks`)."""
+        if backend == "of accelerator":
+            backend = "nccl" if has_gpu() else "gloo"
+        return Ranks(self, world_size, backend, group_timeout_s or self._group_timeout_s)
+
     def close(self) -> None:
-        """End the workers."""
         for worker in self._workers.values():
             worker.kill()
         self._workers.clear()
         self._store = None
 
-    def _collect(self, workers: list[_Worker]) -> dict[int, _Reply]:
+    def collect(self, workers: list[_Worker]) -> dict[int, _Reply]:
         """One reply per rank; ranks that do not answer get one that says where they were."""
         replies: dict[int, _Reply] = {}
-        deadline = time.monotonic() + self.run_timeout_s
+        deadline = time.monotonic() + self._run_timeout_s
         while len(replies) < len(workers):
             waiting = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in replies}
             ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0.0))
@@ -430,12 +372,14 @@ class RankPool:
                 except (EOFError, OSError):
                     workers[rank].process.join(5.0)
                     code = workers[rank].process.exitcode
-                    replies[rank] = _Reply("failure", f"died with exit code {code}\n{workers[rank].last_words()}")
+                    replies[rank] = _Reply(
+                        "failure", f"died with exit code {code}\n{Path(workers[rank].dump_path).read_text()}"
+                    )
                 if replies[rank].kind == "failure":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         return replies
 
-    def _worker(self, backend: str, rank: int) -> _Worker:
+    def worker(self, backend: str, rank: int) -> _Worker:
         if self._store is None:
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         if (backend, rank) not in self._workers:
@@ -447,23 +391,13 @@ class RankPool:
             self._workers[backend, rank] = _Worker(self._store.port, environment)
         return self._workers[backend, rank]
 
-    def _drop(self, backend: str, world_size: int) -> None:
+    def drop(self, backend: str, world_size: int) -> None:
         for rank in range(world_size):
             self._workers.pop((backend, rank)).kill()
 
 
-# ---------------------------------------------------------------------------------------------- tests on ranks
-
-
-@dataclass(frozen=True)
-class _Body:
-    """A test's body by name, so that it can be pickled although its name now means the test."""
-
-    module: str
-    name: str
-
-    def __call__(self, context: RankContext, **arguments: Any) -> None:
-        getattr(importlib.import_module(self.module), self.name).rank_body(context, **arguments)
+def _run_body(context: RankContext, module: str, name: str, /, **arguments: Any) -> None:
+    getattr(importlib.import_module(module), name).rank_body(context, **arguments)
 
 
 def everywhere(value: Any) -> list[Any]:
@@ -478,28 +412,23 @@ def on_ranks(*world_sizes: int, backend: str = "gloo") -> Callable[[Callable[...
 
     The body's first argument is its `RankContext`; others come from ``pytest.mark.parametrize`` or fixtures and
     must be picklable. Without `world_sizes` the test's own ``parametrize`` names `world_size` beside others, where not
-    all of them go together.
-
-    Args:
-        *world_sizes: numbers of ranks.
-        backend: of their process group: "gloo", whose ranks are on the CPU; "nccl", on the GPU, which they share; or
-            "of accelerator": on the GPU where there is one, else on the CPU.
+    all of them go together. The backend is "gloo", whose ranks are on the CPU; "nccl", on the GPU, which they share; or
+    "of accelerator": on the GPU where there is one, else on the CPU.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         def test(ranks: RankPool, world_size: int, **arguments: Any) -> None:
             __tracebackhide__ = True
-            ranks(world_size, backend=backend).run(_Body(body.__module__, body.__name__), **arguments)
+            ranks(world_size, backend=backend).run(_run_body, body.__module__, body.__name__, **arguments)
 
         functools.update_wrapper(test, body)  # name, docstring, marks, and the place pytest reports
-        test.rank_body = body  # type: ignore[attr-defined]  # where _Body finds it in the worker
+        test.rank_body = body  # type: ignore[attr-defined]  # where _run_body finds it in the worker
         own = list(inspect.signature(body).parameters.values())[1:]
         given = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("ranks", "world_size")]
         test.__signature__ = inspect.Signature(given + own)  # type: ignore[attr-defined]  # what pytest reads
         if not world_sizes:
             return test
-        marked: Callable[..., None] = pytest.mark.parametrize("world_size", world_sizes)(test)
-        return marked
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
 
     return decorate
 

@@ -37,10 +37,7 @@ FP32 = Precision(param_dtype=torch.float32)
 SEED = 7
 ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
 # Slots that units take turns in, and one for each unit. What lies between has the one's weights and the other's grads.
-SETTINGS: dict[str, dict[str, Any]] = {
-    "two slots": {},
-    "a slot each": ALL_SLOTS,
-}
+SETTINGS: dict[str, dict[str, Any]] = {"two slots": {}, "a slot each": ALL_SLOTS}
 # For tests that are ``@on_ranks()``: one rank has no slots, so there is nothing to set.
 each_setting = pytest.mark.parametrize(
     ("world_size", "settings"), [(1, "two slots"), *((2, settings) for settings in SETTINGS)]
@@ -118,12 +115,12 @@ def let_dynamo_look() -> None:
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
-def only_sharded(compile_it: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
-    """Compile the sharded model before its first step; plain PyTorch stays as it is."""
+def only_sharded(do: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
+    """Compile the sharded model, say, before its first step; plain PyTorch stays as it is."""
 
     def prepare(model: nn.Module, number: int) -> None:
         if number == 0 and isinstance(model, StreamShard):
-            compile_it(model)
+            do(model)
 
     return prepare
 
@@ -191,10 +188,6 @@ def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
         assert failure is None
         names = {name: param for param in engine.params for name in (param.name, *param.aliases)}
         return {name: full.get(names[name]) for name, _ in model.named_parameters(remove_duplicate=False)}
-    return _grads(model)
-
-
-def _grads(model: nn.Module) -> dict[str, Tensor | None]:
     named = model.named_parameters(remove_duplicate=False)
     return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
 
@@ -250,26 +243,19 @@ def parts_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def assert_same(
     found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], what: str, tolerance: Tolerance = ROUNDING
 ) -> None:
-    """Compare by name: the same names, None in the same places, the same shapes, values within tolerance.
-
-    Whichever device they are on.
-    """
+    """Compare by name: the same names, None in the same places, the same shapes, values within tolerance."""
     wrong = []
     if list(found) != list(wanted):
         wrong.append(f"names {sorted(set(found) ^ set(wanted))} are in one only, or the order differs")
     for name in wanted:
         pair = (found.get(name), wanted[name])
-        a, b = (
-            None if t is None else t.as_subclass(Tensor).detach().cpu() for t in pair
-        )  # pieces are compared as such
-        if a is None or b is None:
+        a, b = (None if t is None else t.as_subclass(Tensor).detach().cpu() for t in pair)  # pieces as such
+        if a is None or b is None or a.shape != b.shape:
             if a is not b:
-                wrong.append(f"{name}: {_brief(a)}, wanted {_brief(b)}")
-        elif a.shape != b.shape:
-            wrong.append(f"{name}: shape {tuple(a.shape)}, wanted {tuple(b.shape)}")
+                wrong.append("{}: {}, wanted {}".format(name, *(None if t is None else [*t.shape] for t in (a, b))))
         elif not _has_same_bits(a, b) and not tolerance.allows(a.float(), b.float()):
-            difference = float((a.float() - b.float()).abs().max())
-            wrong.append(f"{name}: off by {difference:.3e}; {_brief(a)}, wanted {_brief(b)}")
+            off, largest = (float(t.abs().max()) for t in (a.float() - b.float(), b.float()))
+            wrong.append(f"{name}: off by {off:.3e}, the largest element is {largest:.6g}")
     if wrong:
         raise AssertionError(f"{what}: {len(wrong)} of {len(wanted)} differ\n  " + "\n  ".join(wrong))
 
@@ -279,14 +265,6 @@ def _has_same_bits(one: Tensor, other: Tensor) -> bool:
     if one.dtype is not other.dtype or one.layout is not torch.strided:
         return False
     return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
-
-
-def _brief(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "None"
-    if tensor.numel() == 0:
-        return "empty"
-    return f"max |.| {float(tensor.abs().max()):.6g}"
 
 
 def assert_trains_like_plain(
@@ -348,8 +326,8 @@ def _train(
     *,
     steps: int,
     checked: Collection[int],
-    prepare: Callable[[nn.Module, int], None] | None = None,
-    set_to_none: bool = True,
+    prepare: Callable[[nn.Module, int], None] | None,
+    set_to_none: bool,
 ) -> _Course:
     """Train with each of `calls` in each step."""
     course = _Course([], {}, {})
@@ -404,7 +382,7 @@ def train_stack(
 class _Collectives(Observer):
     """Records collectives and their units; None: flags, or an average of other things than main grads."""
 
-    def __init__(self, engine: Engine, note: Callable[[Collective, int | None], None]) -> None:
+    def __init__(self, engine: Engine, note: Callable[[Collective, int | None], object]) -> None:
         self.units: dict[Collective, list[int | None]] = {collective: [] for collective in Collective}
         self._engine = engine
         self._note = note
@@ -422,13 +400,9 @@ class _Collectives(Observer):
         self._note(collective, unit)
 
 
-def _ignore(collective: Collective, unit: int | None) -> None:
-    pass
-
-
 @contextlib.contextmanager
 def heard_collectives(
-    engine: Engine, note: Callable[[Collective, int | None], None] = _ignore
+    engine: Engine, note: Callable[[Collective, int | None], object] = lambda collective, unit: None
 ) -> Iterator[dict[Collective, list[int | None]]]:
     """What the engine issues inside, in order: for which unit, None for flags.
 

@@ -21,20 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams
-from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
-from tests.ranks import RankContext
-from tests.reference import (
-    Call,
-    Trouble,
-    adamw,
-    engine_inside,
-    failing,
-    full_weights,
-    lm_step,
-    no_sync,
-    seed,
-    stack_step,
-)
+from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, UsingLM, stack_of, vector_batch
+from tests.ranks import Call, RankContext
+from tests.reference import Trouble, adamw, engine_inside, failing, full_weights, lm_step, no_sync, seed, stack_step
 
 RESIDENT: dict[str, Any] = {"weight_slots": 2}  # as many as with `OFFLOAD`: their number orders sums
 OFFLOAD: dict[str, Any] = {"offload": "state"}
@@ -51,7 +40,7 @@ class Scenario(NamedTuple):
     """A model and what one optimizer step of it consists of."""
 
     build: Callable[[], nn.Module]
-    step: Callable[[nn.Module, Call], None]
+    step: Callable[[Any, Call], object]
     resident: Sequence[str] = ()
 
 
@@ -93,27 +82,15 @@ class ReadingStack(Stack):
         return super().forward(x) + penalty
 
 
-class ReadLM(TinyLM):
-    """Computes the logits with the head's weight, as a fused loss does."""
-
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[rows, length] tokens -> [rows, length, vocabulary] logits"""
-        x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
-        return F.linear(self.norm(self.run_blocks(x, mask)), self.head.weight)
-
-
 def _lent(layer: Layer, lenders: Sequence[Layer], x: Tensor) -> Tensor:
     for lender in lenders:
         x = x + F.linear(x, layer.linear.weight @ lender.linear.weight, lender.linear.bias)
     return Layer.forward(layer, x)
 
 
-def _one_backward(model: nn.Module, call: Call) -> None:
-    stack_step(model, call)
-
-
-def _language(model: nn.Module, call: Call) -> None:
-    lm_step(model, call)
+def _read_head(model: Any, x: Tensor) -> Tensor:
+    """As a fused loss does."""
+    return F.linear(x, model.head.weight)
 
 
 def _differentiable_input(model: nn.Module, call: Call) -> None:
@@ -258,17 +235,17 @@ def _failing_forward(model: nn.Module, call: Call) -> None:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "plain": Scenario(lambda: TinyLM(TinyConfig(depth=5)), _language),
-    "large embedding and head": Scenario(lambda: TinyLM(TinyConfig(vocabulary=160)), _language),
-    "tied": Scenario(lambda: TinyLM(TinyConfig(tied=True)), _language),
-    "two layers": Scenario(lambda: RoutedStack(2), _one_backward),
-    "unequal layers": Scenario(lambda: Stack((16, 3, 40, 1, 24, 16)), _one_backward),
+    "plain": Scenario(lambda: TinyLM(TinyConfig(depth=5)), lm_step),
+    "large embedding and head": Scenario(lambda: TinyLM(TinyConfig(vocabulary=160)), lm_step),
+    "tied": Scenario(lambda: TinyLM(TinyConfig(tied=True)), lm_step),
+    "two layers": Scenario(lambda: RoutedStack(2), stack_step),
+    "unequal layers": Scenario(lambda: Stack((16, 3, 40, 1, 24, 16)), stack_step),
     "a unit of another kind": Scenario(
-        lambda: nn.Sequential(nn.Linear(DIM, DIM), *(Layer() for _ in range(4))), _one_backward
+        lambda: nn.Sequential(nn.Linear(DIM, DIM), *(Layer() for _ in range(4))), stack_step
     ),
     "micro-batches": Scenario(RoutedStack, _micro_batches),
     "no_sync": Scenario(RoutedStack, _no_sync),
-    "checkpointing": Scenario(lambda: RoutedStack(reentrant=False), _one_backward),
+    "checkpointing": Scenario(lambda: RoutedStack(reentrant=False), stack_step),
     "reentrant checkpointing": Scenario(lambda: RoutedStack(reentrant=True), _differentiable_input),
     "unused layers": Scenario(RoutedStack, _on([0, 1, 2, 3, 4], [0, 2, 4], [1], [4, 3])),
     "layers unused on some ranks": Scenario(RoutedStack, _route_by_rank),
@@ -280,30 +257,26 @@ SCENARIOS: dict[str, Scenario] = {
     "two backwards": Scenario(RoutedStack, _two_backwards),
     "a kept graph": Scenario(RoutedStack, _kept_graph),
     "freezing": Scenario(RoutedStack, _freezing),
-    "adapters": Scenario(AdapterStack, _one_backward),
+    "adapters": Scenario(AdapterStack, stack_step),
     "adapters in micro-batches": Scenario(AdapterStack, _no_sync),
-    "norms in fp32": Scenario(stack_of(NormedLayer, 5), _one_backward),
+    "norms in fp32": Scenario(stack_of(NormedLayer, 5), stack_step),
     "clipping": Scenario(RoutedStack, _clipping),
     "summoning": Scenario(RoutedStack, _summoning),
     "a backward that fails": Scenario(RoutedStack, _failing_backward),
-    "weights read elsewhere": Scenario(ReadingStack, _one_backward, resident=("layers.0", "layers.2")),
+    "weights read elsewhere": Scenario(ReadingStack, stack_step, resident=("layers.0", "layers.2")),
     "a forward that fails": Scenario(RoutedStack, _failing_forward),
     "resident layers repeated on some ranks": Scenario(
         lambda: RoutedStack(6), _repeat_by_rank, resident=("layers.0", "layers.1", "layers.2")
     ),
     "layers unused on some ranks, recomputed": Scenario(lambda: RoutedStack(reentrant=True), _recompute_by_rank),
-    "a head that a loss reads": Scenario(lambda: ReadLM(TinyConfig(vocabulary=160, depth=5)), _language),
+    "a head that a loss reads": Scenario(
+        lambda: UsingLM(TinyConfig(vocabulary=160, depth=5), head=_read_head), lm_step
+    ),
 }
 
 
 # Where gradients are added to what is there: in another order on accelerators.
-ADDING = (
-    "micro-batches",
-    "no_sync",
-    "adapters in micro-batches",
-    "two backwards",
-    "a kept graph",
-)
+ADDING = ("micro-batches", "no_sync", "adapters in micro-batches", "two backwards", "a kept graph")
 
 
 def sharded(scenario: str, precision: Precision, **settings: Any) -> nn.Module:
@@ -325,12 +298,18 @@ def over_sockets() -> Iterator[None]:
 
 
 def train(
-    model: nn.Module, scenario: str, context: RankContext, *, steps: int = 3, make: Callable[[Any], Any] = adamw
+    model: nn.Module,
+    scenario: str,
+    context: RankContext,
+    *,
+    steps: int = 3,
+    make: Callable[[Any], Any] = adamw,
+    weight: float = 1.0,
 ) -> None:
-    """Optimizer steps of the scenario, with an optimizer that reads every gradient."""
+    """Optimizer steps of the scenario, whose losses are multiplied by `weight`."""
     optimizer = make(model)
     for number in range(steps):
-        SCENARIOS[scenario].step(model, context.call(number))
+        SCENARIOS[scenario].step(model, context.call(number)._replace(weight=weight))
         optimizer.step()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
 

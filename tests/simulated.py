@@ -4,18 +4,13 @@
         model = StreamShard(build())          # NcclTransport, over gloo; fences are events
         with late(model):                     # collectives are done when something waits for their stream, not before
             train(model)
+        with checking_streams(device) as streams, streams.of(model):
+            train(model)                      # raises at the end if operations are on a stream that is not theirs
 
 Tensors lie in the CPU's memory, and what computes runs at once in the calling thread, as it does there. Collectives are
 early (at once) or late: a stream holds back what was put on it until another one waits for an event behind it. A wait
 that is left out is then seen as NaN or as old numbers. What compute does is never late, so that a missing wait *for* it
-(rules 2 and 4) is what `tests.races` is for, and `checking_streams`:
-
-    with simulated_device() as device, checking_streams(device) as streams:
-        model = StreamShard(build())          # collectives are early
-        with streams.of(model):
-            train(model)                      # raises at the end if operations are on a stream that is not theirs
-
-`tests.races` looks at fences, whatever stream their events are on. `checking_streams` looks at events.
+(rules 2 and 4) is what `tests.races` is for, which looks at fences, and `checking_streams`, which looks at events.
 """
 
 from __future__ import annotations
@@ -23,11 +18,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-import queue
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,7 +40,7 @@ from streamshard.core.engine import Engine
 from streamshard.nested import tensors_in
 from streamshard.pinned import PinnedMemory
 from streamshard.torch_private import AsTensors, get_grad
-from tests.adversary import AdversarialTransport, unobserved
+from tests.adversary import AdversarialTransport, communicators_of, unobserved
 from tests.races import _bytes_of, _touched, detect_races
 from tests.reference import engine_inside
 
@@ -56,8 +51,6 @@ class SimulatedStream:
     """Runs what was put on it in order, when it is waited for.
 
     Attributes:
-        device: where it was made.
-        priority: the lower, the sooner.
         host: see `SimulatedDevice`; None until the stream was the current one.
         waited_for: how far this stream has waited for each other one, whether itself or through others.
         is_late: it holds back its waits too.
@@ -75,7 +68,6 @@ class SimulatedStream:
         self._held: deque[tuple[int, Callable[[], None]]] = deque()
 
     def put(self, action: Callable[[], None]) -> None:
-        """Hold `action` back."""
         self._held.append((self.ticks, action))
 
     def run(self, until: int | None = None) -> None:
@@ -84,7 +76,6 @@ class SimulatedStream:
             self._held.popleft()[1]()
 
     def synchronize(self) -> None:
-        """The host waits until all that was put here is done."""
         event = SimulatedEvent(host=self.host)
         event.record(self)
         event.synchronize()
@@ -106,7 +97,6 @@ class SimulatedStream:
             self.waited_for[stream] = max(tick, self.waited_for.get(stream, 0))
 
     def wait_stream(self, other: SimulatedStream) -> None:
-        """Go on only after everything on `other`."""
         event = SimulatedEvent()
         event.record(other)
         self.wait_event(event)
@@ -123,17 +113,14 @@ class SimulatedEvent:
         self._host = host
 
     def record(self, stream: SimulatedStream) -> None:
-        """Mark where `stream` is now."""
         stream.ticks += 1
         self.stream, self.tick, self.clock_ms = stream, stream.ticks, stream.clock_ms
         self.known = {**stream.waited_for, stream: stream.ticks}
 
     def elapsed_time(self, later: SimulatedEvent) -> float:
-        """Milliseconds until `later`."""
         return later.clock_ms - self.clock_ms
 
     def synchronize(self) -> None:
-        """The host waits until it is reached."""
         if self.stream is not None:
             self.stream.run(self.tick)
         if self._host is not None:
@@ -165,9 +152,12 @@ class SimulatedDevice:
         self._of_another_device = SimulatedStream()
         self._local = threading.local()
         self.default_generators = [torch.Generator()]
+        self.is_current_stream_capturing = lambda: self.is_capturing
+        self.device_count = lambda: 1
+        self.max_memory_allocated = lambda device=None: 0
+        self.empty_cache = lambda: None
 
     def set_stream(self, stream: SimulatedStream) -> None:
-        """Make `stream` the current one of the calling thread."""
         self._local.stream = stream
 
     def current_stream(self, device: object = None) -> SimulatedStream:
@@ -187,36 +177,18 @@ class SimulatedDevice:
         finally:
             self._local.stream = outer
 
-    def is_current_stream_capturing(self) -> bool:
-        """Whether a graph is recorded."""
-        return self.is_capturing
-
-    def device_count(self) -> int:
-        """Of a machine."""
-        return 1
-
-    def max_memory_allocated(self, device: object = None) -> int:
-        """Nobody counts."""
-        return 0
-
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """Memory of `tensor` is nobody's, once it is freed, until `stream` has done what is on it by then."""
         self.kept.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
 
-    def empty_cache(self) -> None:
-        """What nobody uses is not kept here."""
-
     def synchronize(self, device: object = None) -> None:
-        """The host waits."""
         self.synchronizations += 1
 
     def map_block(self, memory: PinnedMemory, n_bytes: int) -> torch.Tensor:
-        """Note the pinned memory that is mapped."""
         self.pinned.append(_map_block(memory, n_bytes))
         return self.pinned[-1]
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in pinned memory."""
         return is_inside(tensor, self.pinned)
 
 
@@ -274,7 +246,6 @@ class StreamChecker(TorchDispatchMode, Observer):
             or on two streams of one communicator, or with a shard at another rank's place.
         collectives: of torch, by name and stream.
         in_place: by name, how many collectives had their shard inside of the whole.
-        accesses: how many were looked at.
         leaves: streams on which gradients of parameters were made.
     """
 
@@ -302,7 +273,6 @@ class StreamChecker(TorchDispatchMode, Observer):
     def on_collective(
         self, stream: StreamName, collective: Collective, tag: int | None, reads: Any, writes: Any
     ) -> None:
-        """See `Observer`."""
         if stream is not StreamName.COMM or not self._is_alone:  # else no operator of c10d follows
             self._declared = self._streams.device_stream(stream)
 
@@ -386,7 +356,6 @@ class StreamChecker(TorchDispatchMode, Observer):
             self._freed[memory.home] += [each for each in memory.accesses.values() if each.stream not in kept]
 
     def close(self) -> None:
-        """Forget all memory."""
         for memory in self._memory.values():
             memory.end.detach()
 
@@ -484,22 +453,20 @@ class LateTransport(AdversarialTransport):
     @property
     def held(self) -> SimulatedStream:
         """Where what it starts is held back."""
-        stream: SimulatedStream = self.streams.device_stream(self.stream)
-        return stream
+        return self.streams.device_stream(self.stream)
 
 
 @contextlib.contextmanager
 def late(model: nn.Module) -> Iterator[None]:
     """Collectives of `model` are as late as its waits allow; they spoil what must not be looked at meanwhile."""
     engine = engine_inside(model)
-    all_ranks = engine.communicators
-    transports = [LateTransport(ranks) for ranks in all_ranks]
-    for ranks, transport in zip(all_ranks, transports, strict=True):
+    transports = [(ranks, LateTransport(ranks)) for ranks in communicators_of(engine)]
+    for ranks, transport in transports:
         ranks.transport = transport
         transport.held.is_late = True
-    with late_copies(engine):
+    with late_copies(engine) if engine.host is not None else contextlib.nullcontext():
         yield
-    for ranks, transport in zip(all_ranks, transports, strict=True):
+    for ranks, transport in transports:
         transport.complete()
         ranks.transport = transport.inner
         transport.held.is_late = False
@@ -507,10 +474,6 @@ def late(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def late_copies(engine: Engine) -> Iterator[None]:
-    """Copies to and from host memory, and steps between them, are as late as the waits for them allow."""
-    if engine.host is None:
-        yield
-        return
     host, launch, streams = engine.host, engine.host.launch, engine.streams
     copying = [streams.device_stream(name) for name in (StreamName.FETCH, StreamName.STORE)]
 
@@ -541,34 +504,15 @@ def is_inside(tensor: torch.Tensor, blocks: list[torch.Tensor]) -> bool:
 @contextlib.contextmanager
 def backward_elsewhere() -> Iterator[None]:
     """Backwards run in a thread of their own, as on devices, which have one for autograd."""
-    calls: queue.Queue[tuple[Callable[[], Any], queue.Queue[Any]] | None] = queue.Queue()
-
-    def serve() -> None:
-        while (call := calls.get()) is not None:
-            function, answers = call
-            try:
-                answers.put((function(), None))
-            except BaseException as error:
-                answers.put((None, error))
-            del call, function, answers
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
     original = torch.Tensor.backward
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.current_thread).result()
 
-    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        if threading.current_thread() is thread:
-            original(self, *args, **kwargs)
-            return
-        answers: queue.Queue[Any] = queue.Queue()
-        calls.put((lambda: original(self, *args, **kwargs), answers))
-        error = answers.get()[1]
-        if error is not None:
-            raise error
+        def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            if threading.current_thread() is thread:
+                original(self, *args, **kwargs)
+            else:
+                pool.submit(original, self, *args, **kwargs).result()
 
-    try:
         with mock.patch.object(torch.Tensor, "backward", backward):
             yield
-    finally:
-        calls.put(None)
-        thread.join()

@@ -7,7 +7,6 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard
 from streamshard.comm.streams import Collective
@@ -29,13 +27,16 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
-    Tolerance,
+    NEAR,
+    Trouble,
     assert_same,
     case,
     engine_inside,
+    failing,
     full_grads,
     heard_collectives,
     let_dynamo_look,
+    mesh_2d,
     sgd,
 )
 from tests.scenarios import RoutedStack
@@ -44,31 +45,23 @@ from tests.test_same_bits import WAYS, run
 
 # A tied weight's gradients, as a head and as an embedding, may be added in fp32. A divisor divides the sum.
 OTHER_ROUNDING = ("divided at the end", "replicas, divided at the end")
-NEAR = Tolerance(1e-4, 1e-5)  # sums in another order
 
 
 @pytest.mark.parametrize("name", [name for name in WAYS if name not in OTHER_ROUNDING])
 def test_one_rank_trains_to_the_bits_of_a_loop(ranks: Any, name: str) -> None:
-    """Losses, norms and weights of two steps, the last one layer by layer."""
     loop, accumulated = (ranks(1).run(run, name, accumulates=each, micro_batches=4)[0] for each in (False, True))
     assert len(set(loop.weights)) == 2
     assert accumulated == loop
-
-
-# -- models -----------------------------------------------------------------------------------------------------------
 
 
 Forward = Callable[[Any, Tensor], Tensor]
 
 
 def _of(forward: Forward, kind: type[nn.Module] = Stack) -> Callable[[], nn.Module]:
-    """Makes models of `kind` with another forward."""
     return type("Model", (kind,), {"forward": forward})
 
 
 class _Parts(Stack):
-    """Layers, and parameters outside of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.scale = nn.Linear(DIM, DIM), nn.Parameter(torch.ones(DIM))
@@ -85,7 +78,6 @@ class _Normed(Stack):
 
 
 def _run(layers: Any, x: Tensor, call: Forward = lambda layer, x: layer(x)) -> Tensor:
-    """The layers one after another, each by `call`."""
     for layer in layers:
         x = call(layer, x)
     return x
@@ -96,40 +88,27 @@ def _number(x: Tensor) -> int:
 
 
 def _skips(model: Any, x: Tensor) -> Tensor:
-    """Later layers add what earlier ones have returned."""
     kept = model.layers[0](x)
     return _run(model.layers[1:], kept, lambda layer, x: layer(x) + 0.1 * kept)
 
 
 def _around(model: Any, x: Tensor) -> Tensor:
-    """Code behind the layers uses a weight and what it has computed with it before them."""
     kept = x * model.scale
-    out: Tensor = model.head(_run(model.layers, x) * model.scale) + (kept * kept).mean()
-    return out
+    return model.head(_run(model.layers, x) * model.scale) + (kept * kept).mean()
 
 
 def _routed(model: Any, x: Tensor) -> Tensor:
-    """The input chooses the layer to leave out, and whether to stop early."""
     number = _number(x)
     layers = [layer for place, layer in enumerate(model.layers) if place != number % 4]
     return _run(layers[: 2 + number % 2], x)
 
 
-def _tower(model: Any, x: Tensor) -> Tensor:
-    """The first two layers run without gradients."""
-    with torch.no_grad():
-        given = _run(model.layers[:2], x)
-    return _run(model.layers[2:], x, lambda layer, x: layer(x + given))
-
-
 def _pairs(model: Any, x: Tensor) -> Tensor:
-    """One checkpoint around two layers."""
     x = checkpoint(lambda y: _run(model.layers[:2], y), x, use_reentrant=False)
     return _run(model.layers[2:], x)
 
 
 def _conditioned(model: Any, x: Tensor) -> Tensor:
-    """The first layer runs without gradients before it runs with them, as for self-conditioning."""
     x = model.first(x)
     with torch.no_grad():
         given = model.layers[0](x)
@@ -137,7 +116,6 @@ def _conditioned(model: Any, x: Tensor) -> Tensor:
 
 
 def _attributed(model: Any, x: Tensor) -> Tensor:
-    """The forward puts a mask and a list of outputs into attributes, which it reads behind the layers."""
     if not hasattr(model, "mask"):
         model.mask = x.mean(1, keepdim=True).sign()
     model.outputs = []
@@ -149,58 +127,53 @@ def _attributed(model: Any, x: Tensor) -> Tensor:
     return out
 
 
+class _Way(NamedTuple):
+    """A model, settings for `StreamShard`, and the context of its steps."""
+
+    make: Callable[[], nn.Module]
+    settings: dict[str, Any] = {}  # noqa: RUF012  # never changed
+    around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+
+FP32_ONLY: dict[str, Any] = {"precision": FP32}
 _twice = _of(lambda model, x: _run([*model.layers, *model.layers], x))
 _noisy = _of(lambda model, x: _run(model.layers, x, lambda layer, x: F.dropout(layer(x), 0.2)))
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "skips": (_of(_skips), {}),
-    "twice": (_twice, {}),
-    "scaled": (_of(lambda m, x: _run(m.layers, x, lambda layer, x: layer(x) * m.scale), _Parts), {}),
-    "scaled before and behind": (_of(_around, _Parts), {}),
-    "routed": (_of(_routed), {}),
-    "residuals outside of layers": (
-        _of(lambda model, x: _run(model.layers, x, lambda layer, x: x + layer(x))),
-        {"precision": FP32},
-    ),
-    "a layer left out in the first round": (
-        _of(lambda model, x: _run([*model.layers[_number(x) % 2 :], *model.layers], x)),
-        {},
-    ),
-    "a layer without gradients first": (_of(_conditioned, _Parts), {}),
-    "attributes": (_of(_attributed), {}),
-    "a tower without gradients": (_of(_tower), {}),
-    "a checkpoint around two layers": (_of(_pairs), {}),
-    "a batch norm": (_Normed, {}),
-    "several layers in a unit": (Stack, {"min_unit_size": 2000}),
-    "resident layers": (Stack, {"resident": ["layers.1", "layers.2"]}),
-    "a resident last layer": (_of(_skips), {"resident": ["layers.3"]}),
-    "a resident layer that runs twice": (_twice, {"resident": ["layers.1"]}),
-    "a narrow wire": (Stack, {"precision": Precision(param_dtype=torch.float32, wire_dtype=torch.bfloat16)}),
+MODELS = {
+    "skips": _Way(_of(_skips)),
+    "twice": _Way(_twice),
+    "scaled": _Way(_of(lambda m, x: _run(m.layers, x, lambda layer, x: layer(x) * m.scale), _Parts)),
+    "scaled before and behind": _Way(_of(_around, _Parts)),
+    "routed": _Way(_of(_routed)),
+    "residuals outside of layers": _Way(_of(lambda m, x: _run(m.layers, x, lambda layer, x: x + layer(x))), FP32_ONLY),
+    "a layer left out in the first round": _Way(_of(lambda m, x: _run([*m.layers[_number(x) % 2 :], *m.layers], x))),
+    "a layer without gradients first": _Way(_of(_conditioned, _Parts)),
+    "attributes": _Way(_of(_attributed)),
+    "a checkpoint around two layers": _Way(_of(_pairs)),
+    "a batch norm": _Way(_Normed),
+    "several layers in a unit": _Way(Stack, {"min_unit_size": 2000}),
+    "resident layers": _Way(Stack, {"resident": ["layers.1", "layers.2"]}),
+    "a resident last layer": _Way(_of(_skips), {"resident": ["layers.3"]}),
+    "a resident layer that runs twice": _Way(_twice, {"resident": ["layers.1"]}),
+    "a narrow wire": _Way(Stack, {"precision": Precision(param_dtype=torch.float32, wire_dtype=torch.bfloat16)}),
+    # Layers return bf16, which the next layer casts to fp32.
+    "autocast": _Way(lambda: Stack((DIM, DIM + 2) * 3), FP32_ONLY, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "saved tensors in host memory": _Way(Stack, FP32_ONLY, torch.autograd.graph.save_on_cpu),
 }
 
 # Code beside a layer uses the layer's input too: gradients of both are added in another order.
 ROUNDED = ("residuals outside of layers",)
 # What these do between layers is one rank's own affair: the same layers run, in the same order.
-ALONE = (
-    *("scaled", "residuals outside of layers", "attributes"),
-    *("a tower without gradients", "a checkpoint around two layers", "a layer without gradients first"),
-)
-
-Around = Callable[[], AbstractContextManager[object]]
-AROUND: dict[str, Around] = {
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "saved tensors in host memory": torch.autograd.graph.save_on_cpu,
-}
+ALONE = ("scaled", "attributes", "a checkpoint around two layers", "a layer without gradients first", *ROUNDED)
 
 
 def _loss(model: Any, micro_batch: tuple[int, int]) -> Tensor:
     step, number = micro_batch
     torch.manual_seed(100 * step + number)
     x = vector_batch(step, number, rows=3 + number % 3)
-    loss: Tensor = (model(x).float() - x.cumsum(0)).square().mean() / 4
-    return loss
+    return (model(x).float() - x.cumsum(0)).square().mean() / 4
 
 
-def _loop(model: Any, micro_batches: list[tuple[int, int]], loss_of: Callable[..., Tensor] = _loss) -> list[Tensor]:
+def _loop(model: Any, micro_batches: Any, loss_of: Callable[..., Tensor] = _loss) -> list[Tensor]:
     losses = []
     for micro_batch in micro_batches:
         losses.append(loss_of(model, micro_batch))
@@ -208,26 +181,17 @@ def _loop(model: Any, micro_batches: list[tuple[int, int]], loss_of: Callable[..
     return losses
 
 
-def _accumulate(model: Any, micro_batches: list[tuple[int, int]]) -> list[Tensor]:
-    losses: list[Tensor] = model.accumulate(micro_batches, _loss)
-    return losses
+def _accumulate(model: Any, micro_batches: Any, loss_of: Callable[..., Tensor] = _loss) -> list[Tensor]:
+    return model.accumulate(micro_batches, loss_of)
 
 
-def _trained(
-    context: RankContext,
-    make: Callable[[], nn.Module],
-    run_step: Any,
-    around: Around,
-    settings: dict[str, Any],
-    steps: int = 4,
-) -> tuple[list[Any], dict[str, Tensor], int]:
-    """Losses, gradients of each step, buffers; and all-gathers of the last step."""
+def _trained(context: RankContext, way: _Way, run_step: Any) -> tuple[list[Any], dict[str, Tensor], int]:
     torch.manual_seed(0)
-    model: Any = StreamShard(make(), **settings)
+    model: Any = StreamShard(way.make(), **way.settings)
     optimizer, losses, grads, gathers = sgd(model), [], {}, 0
-    for step in range(steps):
+    for step in range(4):
         mine = [(step, context.world_size * number + context.rank) for number in range(4)]
-        with around(), heard_collectives(engine_inside(model)) as heard:
+        with way.around(), heard_collectives(engine_inside(model)) as heard:
             losses.append([loss.item() for loss in run_step(model, mine)])
         gathers = len(heard[Collective.ALL_GATHER])
         grads.update(
@@ -240,16 +204,8 @@ def _trained(
     return losses, grads, gathers
 
 
-def _check(
-    context: RankContext,
-    make: Callable[[], nn.Module],
-    around: Around,
-    settings: dict[str, Any],
-    *,
-    is_exact: bool = True,
-) -> None:
-    loop, accumulated = (_trained(context, make, each, around, settings) for each in (_loop, _accumulate))
-    is_exact = is_exact and context.world_size == 1
+def _check(context: RankContext, way: _Way, *, is_exact: bool) -> None:
+    loop, accumulated = (_trained(context, way, each) for each in (_loop, _accumulate))
     assert_same(accumulated[1], loop[1], "gradients", EXACT if is_exact else NEAR)
     if is_exact:
         assert accumulated[0] == loop[0]
@@ -262,30 +218,19 @@ def _check(
 )
 def test_gradients_are_those_of_a_loop(context: RankContext, name: str) -> None:
     """With micro-batches of different lengths. On one rank to the bit."""
-    make, settings = MODELS[name]
-    _check(context, make, contextlib.nullcontext, settings, is_exact=name not in ROUNDED)
+    _check(context, MODELS[name], is_exact=context.world_size == 1 and name not in ROUNDED)
 
 
 @on_ranks(1, 2)
 def test_a_model_whose_resident_last_layer_runs_twice_trains_in_a_loop(context: RankContext) -> None:
-    settings = {"resident": ["layers.3"]}
-    loop, accumulated = (
-        _trained(context, _twice, each, contextlib.nullcontext, settings) for each in (_loop, _accumulate)
-    )
+    way = _Way(_twice, {"resident": ["layers.3"]})
+    loop, accumulated = (_trained(context, way, each) for each in (_loop, _accumulate))
     assert_same(accumulated[1], loop[1], "gradients", EXACT)
     assert (accumulated[0], accumulated[2]) == (loop[0], loop[2])
 
 
-@on_ranks(1, 2)
-@pytest.mark.parametrize("name", AROUND)
-def test_contexts_around_the_step_are_those_of_each_forward(context: RankContext, name: str) -> None:
-    widths = (DIM, DIM + 2) * 3  # layers return bf16 in autocast, which the next layer casts to fp32
-    _check(context, lambda: Stack(widths), AROUND[name], {"precision": FP32})
-
-
 @on_ranks(2)
 def test_each_layer_is_gathered_twice_and_reduced_once(context: RankContext) -> None:
-    """Whatever the number of micro-batches."""
     model: Any = StreamShard(Stack((DIM,) * 8))
     for step, count in enumerate((2, 2, 5)):
         with heard_collectives(engine_inside(model)) as heard:
@@ -296,9 +241,6 @@ def test_each_layer_is_gathered_twice_and_reduced_once(context: RankContext) -> 
             gathered = [unit for unit in heard[Collective.ALL_GATHER] if unit is not None]
             # The last two layers are still in the slots when backward begins.
             assert gathered == [*range(8), *range(5, 0, -1)]
-
-
-# -- what goes on around ----------------------------------------------------------------------------------------------
 
 
 def _model_after(steps: int = 1, make: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
@@ -312,41 +254,30 @@ def _model_after(steps: int = 1, make: Callable[[], nn.Module] = Stack, **settin
 
 
 def _assert_next_step_is_that_of_a_loop(context: RankContext, model: Any) -> None:
-    """The model has the weights of `_model_after`, and no gradients."""
     fresh = _model_after()
     for each, run_step in ((model, _accumulate), (fresh, _loop)):
         run_step(each, [(7, context.rank), (7, 2 + context.rank)])
     assert_same(full_grads(model), full_grads(fresh), "gradients", EXACT if context.world_size == 1 else NEAR)
 
 
-class _Stop(Exception):
-    pass
+# Before all, in the forward of a module, behind all, and in the backward of the head.
+FAILURES = ("before", "layers.0", "layers.2", "layers.3", "behind", "backward")
 
 
-def _stop(*args: object) -> None:
-    raise _Stop
-
-
-def _failing(where: str, model: Any, number: int) -> Callable[[Any, tuple[int, int]], Tensor]:
+def _failing(where: str, number: int) -> Callable[[Any, tuple[int, int]], Tensor]:
     """A loss that fails for the micro-batch with this number."""
 
     def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
-        is_it = micro_batch[1] == number
-        if is_it and where == "before":
-            raise _Stop
-        handle: RemovableHandle | None = None
-        if is_it and where.startswith("layer"):
-            handle = model.layers[int(where[-1])].register_forward_pre_hook(_stop)
-        try:
+        if micro_batch[1] != number:
+            return _loss(model, micro_batch)
+        if where == "before":
+            raise Trouble
+        backward = where in ("behind", "backward")
+        with failing(model.get_submodule("head" if backward else where), backward=backward):
             loss = _loss(model, micro_batch)
-        finally:
-            if handle is not None:
-                handle.remove()
-        if is_it and where == "behind":
-            raise _Stop
-        if is_it and where == "backward":
-            loss.register_hook(_stop)
-        return loss * 1.0
+        if where == "behind":
+            raise Trouble
+        return loss
 
     return loss_of
 
@@ -355,11 +286,11 @@ def _failing(where: str, model: Any, number: int) -> Callable[[Any, tuple[int, i
 def test_an_exception_discards_the_steps_gradients(context: RankContext) -> None:
     """In any micro-batch and any place. The next step is as if this one had not been."""
     model = _model_after()
-    for where in ("before", "layers.0", "layers.2", "layers.3", "behind", "backward"):
+    for where in FAILURES:
         for number in (0, 2):
             with case((where, number)):
-                with pytest.raises(_Stop):
-                    model.accumulate([(1, each) for each in range(3)], _failing(where, model, number))
+                with pytest.raises(Trouble):
+                    model.accumulate([(1, each) for each in range(3)], _failing(where, number))
                 assert not any(param.grad is not None for param in model.parameters())
                 assert engine_inside(model).phase is None
                 _assert_next_step_is_that_of_a_loop(context, model)
@@ -371,8 +302,8 @@ def test_an_exception_discards_the_steps_gradients(context: RankContext) -> None
 def test_ranks_that_fail_in_different_places_stay_in_step(context: RankContext, resident: list[str]) -> None:
     model = _model_after(resident=resident)
     for where in ("behind", "backward"):
-        with pytest.raises(_Stop):
-            model.accumulate([(1, each) for each in range(4)], _failing(where, model, 1 + 2 * context.rank))
+        with pytest.raises(Trouble):
+            model.accumulate([(1, each) for each in range(4)], _failing(where, 1 + 2 * context.rank))
         _assert_next_step_is_that_of_a_loop(context, model)
         model.zero_grad()
 
@@ -386,7 +317,7 @@ def test_micro_batches_may_leave_out_layers_before_a_resident_one(context: RankC
         return _loss(model, micro_batch)
 
     grads = []
-    for run_step in (_loop, lambda model, parts, loss_of: model.accumulate(parts, loss_of)):
+    for run_step in (_loop, _accumulate):
         model = _model_after(make=RoutedStack, resident=["layers.1"])
         for step in range(1, 5):
             run_step(model, [(step, 2 * part + context.rank) for part in range(3)], loss_of)
@@ -419,8 +350,7 @@ def test_the_logits_of_one_micro_batch_exist_at_a_time(context: RankContext) -> 
         logits = model(vector_batch(*micro_batch))
         assert not any(each() is not None for each in alive)
         alive.append(weakref.ref(logits))
-        loss: Tensor = logits.float().exp().sum()
-        return loss
+        return logits.float().exp().sum()
 
     model.accumulate([(1, number) for number in range(4)], loss_of)
     assert len(alive) == 4
@@ -432,11 +362,10 @@ def test_each_micro_batch_has_random_numbers_of_its_own(context: RankContext) ->
     inputs = torch.ones(2, DIM)
 
     def loss_of(model: Any, number: int) -> Tensor:
-        loss: Tensor = model(inputs).float().sum()
-        return loss
+        return model(inputs).float().sum()
 
     losses = []
-    for run_step in (_loop, lambda model, numbers, loss_of: model.accumulate(numbers, loss_of)):
+    for run_step in (_loop, _accumulate):
         model = _model_after(make=_noisy)
         torch.manual_seed(5)
         losses.append([loss.item() for _ in range(2) for loss in run_step(model, [0, 1, 2], loss_of)])
@@ -448,28 +377,23 @@ def test_each_micro_batch_has_random_numbers_of_its_own(context: RankContext) ->
 _common: list[Tensor] = []
 
 
-def _keeping(model: Any, x: Tensor) -> Tensor:
-    """Layers' outputs are added up in a global list, which all forwards share."""
+def _keeping(model: Any, x: Tensor) -> Any:
     _common.clear()
     for layer in model.layers:
         x = layer(x)
         _common.append(x.float().square().mean())
-    out: Tensor = model.head(x) + sum(_common).to(x.dtype)  # type: ignore[union-attr]
-    return out
+    return model.head(x) + torch.stack(_common).sum().to(x.dtype)
 
 
 def _held(model: Any, x: Tensor) -> Tensor:
-    """Code keeps a weight in a variable, and what it makes with it, across layers."""
     scale = model.scale
     for layer in model.layers:
         x = x + layer(x) + scale
-    out: Tensor = model.head(x)
-    return out
+    return model.head(x)
 
 
 class _ChangingLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        """Changes its input, which the caller has too."""
         return torch.tanh(self.linear(F.leaky_relu_(x)))
 
 
@@ -483,32 +407,25 @@ class _Changing(_Parts):
 
 
 def _hooked(model: Any, x: Tensor) -> Tensor:
-    """Code hooks the output of a layer, which several others get."""
     kept = model.layers[0](x)
     kept.register_hook(lambda grad: grad * 0.5)
-    out: Tensor = model.head(_run(model.layers[1:], kept, lambda layer, x: layer(x + kept)))
-    return out
+    return model.head(_run(model.layers[1:], kept, lambda layer, x: layer(x + kept)))
 
 
 def _differentiating(model: Any, x: Tensor) -> Tensor:
-    """The output depends on a gradient through the last layers."""
     x = x.requires_grad_()
     y = _run(model.layers, x)
     (slope,) = torch.autograd.grad(y.float().sum(), x, retain_graph=True, allow_unused=True)
-    out: Tensor = model.head(y) * (1.0 if slope is None else slope.detach().mean())
-    return out
+    return model.head(y) * (1.0 if slope is None else slope.detach().mean())
 
 
 class _TakingLayer(Layer):
     def forward(self, x: Tensor, taken: list[Tensor]) -> Tensor:  # type: ignore[override]
-        """Puts what it returns into `taken` too."""
         taken.append(super().forward(x))
         return taken[-1]
 
 
 class _Recording(Stack):
-    """The output depends on what layers have put into a list, beside what they have returned."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_TakingLayer() for _ in range(4))
@@ -519,8 +436,7 @@ class _Recording(Stack):
         for layer in self.layers:
             x = layer(x, taken)
             returned.append(x)
-        out: Tensor = self.head(x) + sum(each.square().mean() for each in (*taken, *returned))
-        return out
+        return self.head(x) + sum(each.square().mean() for each in (*taken, *returned))
 
 
 def _reentrant(model: Any, x: Tensor) -> Tensor:
@@ -540,37 +456,23 @@ class _Refused(NamedTuple):
 
 REFUSED = {
     "a global list": _Refused(_of(_keeping), "depends on the forward of another one.*return them from the layers"),
-    "a list of the forward": _Refused(
-        _Recording, "of which one was computed from the other.*Return such tensors from layers"
-    ),
+    "a list of the forward": _Refused(_Recording, "computed from the other.*Return such tensors from layers"),
     "a hook": _Refused(_of(_hooked), "register_hook or retain_grad of a tensor between layers"),
-    "a weight in a variable": _Refused(
-        _of(_held, _Parts), "of which one was computed from the other.*a weight that code keeps in a variable"
-    ),
+    "a weight in a variable": _Refused(_of(_held, _Parts), "from the other.*a weight that code keeps in a variable"),
     "inputs changed in place": _Refused(_Changing, "'layers.0' changes its input in place"),
     # Before a forward pauses in one: greenlets that end inside torch's C++ code corrupt memory.
-    "reentrant checkpoints": _Refused(
-        _of(_reentrant), "'layers.1' is called inside a reentrant checkpoint.*use_reentrant=False"
-    ),
-    "a gradient through several layers": _Refused(
-        _of(_differentiating), "autograd.grad or backward.. inside loss_of goes through several layers"
-    ),
-    "two calls": _Refused(
-        Stack, "calls 'layers.0' behind the layer that was the last one.*loop over", _twice_in_a_loss
-    ),
+    "reentrant checkpoints": _Refused(_of(_reentrant), "'layers.1' is called inside a reentrant.*use_reentrant=False"),
+    "a gradient through several layers": _Refused(_of(_differentiating), "inside loss_of goes through several layers"),
+    "two calls": _Refused(Stack, "'layers.0' behind the layer that was the last one.*loop over", _twice_in_a_loss),
 }
 
 
 @on_ranks()
 @pytest.mark.parametrize(
-    (
-        "world_size",
-        "name",
-    ),  # with two slots a forward's own gradient meets layers whose weights have left, in a loop too
+    ("world_size", "name"),  # two ranks have two slots: there a loop meets layers too whose weights have left
     [(size, name) for size in (1, 2) for name in REFUSED if size == 1 or name != "a gradient through several layers"],
 )
 def test_models_that_accumulation_cannot_run_are_refused(context: RankContext, name: str) -> None:
-    """The loop, which the message names, trains."""
     make, said, loss_of = REFUSED[name]
     model = _model_after(make=make)
     with pytest.raises(ShardingError, match=said):
@@ -607,7 +509,6 @@ def test_a_process_in_which_accumulation_cannot_run_is_refused(context: RankCont
 
 @on_ranks(1)
 def test_losses_and_micro_batches_that_accumulation_cannot_run_are_refused(context: RankContext) -> None:
-    """The function that a message names computes what it refuses as micro-batches."""
     model, scale = _model_after(), torch.ones((), requires_grad=True)
     for loss, said in ((torch.zeros(2), r"returned \(2,\): wanted a loss"), (3.0, "returned float")):
         with pytest.raises(ConfigError, match=said):
@@ -629,8 +530,7 @@ def test_different_numbers_of_micro_batches_are_refused(context: RankContext) ->
 
 @on_ranks(4)
 def test_replicas_average_once(context: RankContext) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    _check(context, Stack, contextlib.nullcontext, {"mesh": mesh})
+    _check(context, _Way(Stack, {"mesh": mesh_2d(2, 2)}), is_exact=False)
 
 
 @on_ranks(1, 2)
@@ -651,7 +551,6 @@ def test_compiled_layers_and_models_accumulate(context: RankContext, what: str) 
 
 @on_ranks(1)
 def test_a_parameter_without_room_for_its_gradient_is_refused(context: RankContext) -> None:
-    """The message says to freeze after sharding, which trains."""
     frozen = Stack()
     frozen.layers[1].requires_grad_(False)
     model: Any = StreamShard(frozen)
@@ -681,11 +580,7 @@ def test_sums_take_the_bytes_that_the_guide_says(context: RankContext) -> None:
     assert held[2] == held[1]
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
-
-
 def _accumulated(context: RankContext, model: Any, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    """Losses of four steps on a simulated device."""
     losses = []
     for step in range(4):
         mine = [(step, context.world_size * number + context.rank) for number in range(4)]
@@ -698,8 +593,7 @@ def _accumulated(context: RankContext, model: Any, optimizer: torch.optim.Optimi
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": "all"}, {"offload": "state"}], ids=str)
 def test_late_collectives_and_copies_change_nothing(context: RankContext, settings: dict[str, Any]) -> None:
-    """What is read too early is NaN, or old."""
-    wanted, _, _ = _trained(context, Stack, _loop, contextlib.nullcontext, {})
+    wanted, _, _ = _trained(context, _Way(Stack), _loop)
     torch.manual_seed(0)
     with simulated_device():
         model: Any = StreamShard(Stack(), **settings)
@@ -723,21 +617,18 @@ def test_events_order_everything(context: RankContext, settings: dict[str, Any])
 @on_ranks(1, 2, backend="nccl")
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": 2}, {"offload": "state"}], ids=str)
 def test_a_gpu_has_the_gradients_of_a_loop(context: RankContext, settings: dict[str, Any]) -> None:
-    """One rank has slots for all units by default."""
-
     def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
         x = vector_batch(*micro_batch).to(context.device)
-        loss: Tensor = (model(x).float() - x.cumsum(0)).square().mean() / 4
-        return loss
+        return (model(x).float() - x.cumsum(0)).square().mean() / 4
 
     found = []
-    for accumulates in (False, True):
+    for run_step in (_loop, _accumulate):
         torch.manual_seed(0)
         model: Any = StreamShard(Stack().to(context.device), **settings)
         for step in range(3):
             mine = [(step, 2 * number + context.rank) for number in range(3)]
             model.zero_grad()
-            losses = model.accumulate(mine, loss_of) if accumulates else _loop(model, mine, loss_of)
+            losses = run_step(model, mine, loss_of)
         found.append((full_grads(model), losses))
     assert_same(found[1][0], found[0][0], "gradients", EXACT if context.world_size == 1 else NEAR)
     torch.testing.assert_close(found[1][1], [loss.detach() for loss in found[0][1]])

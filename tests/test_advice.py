@@ -19,19 +19,15 @@ from streamshard import StreamShard, init_weights
 from streamshard.core.optimizer_hooks import follow_model
 from streamshard.errors import ShardingError
 from streamshard.optim import WholeParameterOptimizer, elementwise
-from tests.models import DIM, Stack, vector_batch
+from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, assert_same, assert_trains_like_plain, case, full_weights, stack_step
+from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, case, full_weights, stack_step
+from tests.scenarios import RoutedStack
+from tests.test_meta_device import on_meta
 
 
 class Advice(NamedTuple):
-    """Code that raises, and the code that the error advises.
-
-    Attributes:
-        refused: called with a sharded model.
-        message: of its error.
-        advised: called with another one; None where other tests do what the message says.
-    """
+    """Code that raises with this message, and the code that it advises, unless other tests have that."""
 
     refused: Callable[[Any], object]
     message: str
@@ -39,8 +35,7 @@ class Advice(NamedTuple):
 
 
 def _loss(model: Any) -> Tensor:
-    loss: Tensor = model(vector_batch(0, 0)).square().mean()
-    return loss
+    return model(vector_batch(0, 0)).square().mean()
 
 
 def _sgd(params: Any) -> Any:
@@ -107,6 +102,13 @@ def _cloned(_: Any) -> None:
     _train(StreamShard(model, precision=FP32))
 
 
+def _sharing(other: Any) -> Any:
+    """A model with the first layer of `other`, or else with a copy of one."""
+    model, frozen = Stack(), Stack().layers[0].requires_grad_(False)
+    model.layers[0] = copy.deepcopy(frozen) if other is None else other.layers[0]
+    return model
+
+
 def _copied(model: Any) -> None:
     other = StreamShard(Stack(), precision=FP32)
     other.load_state_dict(model.full_state_dict(rank0_only=False))
@@ -118,11 +120,6 @@ def _replace(model: Any) -> None:
     _loss(model)
 
 
-def _on_meta() -> Any:
-    with torch.device("meta"):
-        return StreamShard(Stack(), precision=FP32)
-
-
 def _penalty_inside(model: Any) -> None:
     with model.summon_full_params():
         _loss(model)
@@ -132,7 +129,6 @@ class Adaptive(Stack):
     """Returns a copy of its last weight, with which it computes."""
 
     def forward(self, x: Tensor) -> Any:
-        """[rows, DIM] -> [rows, 1], [1, DIM]"""
         for layer in self.layers:
             x = layer(x)
         copied = self.head.weight.clone()
@@ -159,19 +155,14 @@ ADVICE = {
     "DDP's list": Advice(lambda m: StreamShard(_ignoring(Stack())), "delete the attribute", _without_ignoring),
     "an expanded buffer": Advice(lambda m: StreamShard(_expanded()), r"Register a clone\(\)", _cloned),
     "a copy": Advice(copy.deepcopy, "shard a second model and load", _copied),
+    "another model's module": Advice(lambda m: StreamShard(_sharing(m)), "as a part of another .*copy.deepcopy",
+                                     lambda m: _train(StreamShard(_sharing(None), precision=FP32))),
     "assign=True": Advice(lambda m: m.load_state_dict(Stack().state_dict(), assign=True), "leave assign away"),
     "another parameter": Advice(_replace, r"summon_full_params\(\)"),
     "half precision": Advice(lambda m: m.half(), "sets what layers compute with"),
     "a forward of full weights": Advice(_penalty_inside, "outside of summon_full_params"),
-    "weights without values": Advice(lambda m: _loss(_on_meta()), "model.load_state_dict"),
+    "weights without values": Advice(lambda m: _loss(StreamShard(on_meta(Stack))), "model.load_state_dict"),
 }  # fmt: skip
-
-
-# -- optimizers -------------------------------------------------------------------------------------------------------
-
-
-class Slower(torch.optim.SGD):
-    """Works element by element, which nobody knows."""
 
 
 class AdamW8bit(torch.optim.SGD):
@@ -182,25 +173,15 @@ class AdamW8bit(torch.optim.SGD):
         self.block_size = block_size
 
 
-class Lion(torch.optim.SGD):
-    """Is in a package that has another one, which works element by element."""
-
-
-@elementwise
-class Faster(torch.optim.SGD):
-    """Is declared."""
-
-
-class Undeclared(Faster):
-    """A subclass is another optimizer."""
-
-
+Slower: Any = type("Slower", (torch.optim.SGD,), {})
+Lion: Any = type("Lion", (torch.optim.SGD,), {})  # of a package that has another one, which works element by element
+Faster: Any = elementwise(type("Faster", (torch.optim.SGD,), {}))
+Undeclared: Any = type("Undeclared", (Faster,), {})
 AdamW8bit.__module__, Lion.__module__ = "torchao.optim.adam", "lion_pytorch.cautious_lion"
 _DECLARE = r"declare it: streamshard.optim.elementwise\({}\)"
 
 
 def _in_blocks(width: int, make: Callable[[Any], Any], align_pieces_to: int = 4096) -> None:
-    """A step of a model [width, width] from 64."""
     model: Any = StreamShard(Stack((64, width, width)), precision=FP32, align_pieces_to=align_pieces_to)
     model(vector_batch(0, 0, dim=64)).sum().backward()
     make(model.parameters()).step()
@@ -247,9 +228,6 @@ OF_OPTIMIZERS = {
 }  # fmt: skip
 
 
-# -- initialisation ---------------------------------------------------------------------------------------------------
-
-
 class Scaled(Stack):
     """Has a parameter that nothing initialises."""
 
@@ -258,18 +236,11 @@ class Scaled(Stack):
         self.scale = nn.Parameter(torch.empty(DIM))
 
 
-class Reset(Scaled):
-    """Initialises it."""
-
-    def reset_parameters(self) -> None:
-        """As modules of torch do."""
-        nn.init.ones_(self.scale)
+Reset: Any = type("Reset", (Scaled,), {"reset_parameters": lambda self: nn.init.ones_(self.scale)})
 
 
 def _initialise(build: Callable[[], Any], init: Any = None, loaded: tuple[str, ...] = ()) -> None:
-    """Initialise a model from the meta device, of which the weights `loaded` are loaded."""
-    with torch.device("meta"):
-        model: Any = StreamShard(build(), precision=FP32)
+    model: Any = StreamShard(on_meta(build), precision=FP32)
     full = build().state_dict()
     model.load_state_dict({name: torch.ones_like(full[name]) for name in loaded}, strict=False)
     init_weights(model, init)
@@ -278,7 +249,6 @@ def _initialise(build: Callable[[], Any], init: Any = None, loaded: tuple[str, .
 
 
 def _copy_head(module: Any) -> None:
-    """Reset, and the bias of the head from a weight of the first layer."""
     if isinstance(module, nn.Linear):
         module.reset_parameters()
     elif isinstance(module, Stack):
@@ -328,33 +298,19 @@ def test_an_optimizer_that_has_stepped_dtensors_is_made_again(context: RankConte
         optimizer.step()
 
 
-class Expert(nn.Linear):
-    """One of several that only some rows use."""
-
-
-class Experts(Stack):
-    """Experts as units, with one checkpoint over all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Expert(DIM, DIM) for _ in range(4))
-
-    def route(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> the same; each rank uses other experts"""
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = x.argmax(1) % 4 == number
-            if rows.any():
-                out = out.index_put((rows,), torch.tanh(expert(x[rows])))
-        return x + out
+class _Experts(RoutedStack):
+    """Experts, of which each rank uses others, under one checkpoint over all of them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
-        x = checkpoint(self.route, x.requires_grad_(), use_reentrant=False)
-        return super().forward(x)
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=False)
+
+
+def _expert_step(model: Any, call: Call) -> Tensor:
+    model.route = [0, 2] if call.rank else [1, 3, 2]
+    return stack_step(model, call)
 
 
 @on_ranks(2)
 def test_resident_experts_train_under_one_checkpoint_over_all(context: RankContext) -> None:
     """Streamed ones would wait for each other: the limits say so."""
-    assert_trains_like_plain(context, Experts, stack_step, units=[Expert], resident=[Expert])
+    assert_trains_like_plain(context, _Experts, _expert_step, units=[Layer], resident=[Layer])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import os
 import re
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ from safetensors.torch import save_file
 
 from streamshard import StreamShard, init_weights, load_safetensors
 from streamshard.checkpoint.safetensors_file import CHUNK_BYTES
+from tests.launched import Launched
 from tests.models import Stack
-from tests.ranks import forkserver, warnings_are_errors
+from tests.ranks import warnings_are_errors
 from tests.reference import FP32
 from tests.test_meta_device import on_meta
 
@@ -29,7 +29,6 @@ LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 MODEL_BYTES = LAYERS * LAYER_BYTES
 ALLOWED_BYTES = MODEL_BYTES // RANKS + LAYER_BYTES + CHUNK_BYTES  # a shard, a unit, a chunk
 SLACK = 1.5  # of allocators, threads and what is compiled at the first call
-TIMEOUT_S = 60.0
 
 
 def make() -> Any:
@@ -61,49 +60,24 @@ def sampling_peak() -> Iterator[list[int]]:
         thread.join()
 
 
-def train(rank: int, way: str, directory: Path, connection: Connection) -> None:
-    """One rank's process: tells how much more memory it had at most than at the start."""
+def train(way: str, directory: Path) -> None:
+    """One rank's process: prints how much more memory it had at most than at the start."""
     warnings_are_errors()
     torch.set_num_threads(1)
-    store = dist.FileStore(str(directory / "store"), RANKS)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=RANKS, timeout=datetime.timedelta(seconds=TIMEOUT_S)
-    )
     init_weights(StreamShard(on_meta(Stack)))  # what is imported, connected and started once
     before = memory_bytes()
     with sampling_peak() as peak:
         if way == "rank 0":
             torch.manual_seed(0)
-            model: Any = StreamShard(make() if rank == 0 else on_meta(make), precision=FP32)
+            model: Any = StreamShard(make() if os.environ["RANK"] == "0" else on_meta(make), precision=FP32)
         else:
             model = StreamShard(on_meta(make), precision=FP32)
             load_safetensors(model, directory)
             init_weights(model, seed=0)
-    connection.send(peak[0] - before)
+    print(peak[0] - before)
     assert not any(param.isnan().any() for param in model.parameters())
     dist.barrier()
     dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def running(way: str, directory: Path) -> Iterator[list[Connection]]:
-    """All ranks, each in a process of its own, with a connection to each; they are ended afterwards."""
-    processes, connections = [], []
-    try:
-        for rank in range(RANKS):
-            ours, theirs = forkserver().Pipe(duplex=False)
-            processes.append(forkserver().Process(target=train, args=(rank, way, directory, theirs)))
-            processes[-1].start()
-            theirs.close()
-            connections.append(ours)
-        yield connections
-        for process in processes:
-            process.join(TIMEOUT_S)
-            assert process.exitcode == 0
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.ranks
@@ -115,11 +89,9 @@ def test_a_rank_needs_memory_for_its_shard_one_unit_and_one_chunk(way: str, tmp_
         save_file(
             {name: torch.ones(p.shape) for name, p in on_meta(make).named_parameters()}, tmp_path / "model.safetensors"
         )
-    with running(way, tmp_path) as connections:
-        for connection in connections:
-            assert connection.poll(TIMEOUT_S)
-        taken = [connection.recv() for connection in connections]
-    first, *others = taken
+    ended = Launched(RANKS, tmp_path, train, way, tmp_path).end()
+    assert {code for code, _ in ended} == {0}, ended
+    first, *others = (int(told) for _, told in ended)
     assert max(others) < SLACK * ALLOWED_BYTES
     if way == "rank 0":
         assert MODEL_BYTES <= first < MODEL_BYTES + SLACK * ALLOWED_BYTES

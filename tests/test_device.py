@@ -6,6 +6,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ConfigError, ShardingError, StreamShard
 from streamshard import device as devices
-from streamshard.comm.communicator import Communicator
 from streamshard.comm.host_groups import host_group_of
 from streamshard.comm.ranks import refuse_together
 from streamshard.device import serves, training_device
@@ -28,77 +28,53 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """A machine with four GPUs, as far as one can ask of it."""
     module = types.SimpleNamespace(device_count=lambda: 4, current_device=lambda: 0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(devices, "get_device_module", lambda kind: module)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
     return module
 
 
-def _group(backends: str, tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+@pytest.fixture
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """With the backends that the test names, or one for GPUs as well: torch has a backend that does nothing."""
+    backends = getattr(request, "param", "cpu:gloo,cuda:fake")
     dist.init_process_group(backends, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def gloo(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """A group that has nothing for GPUs."""
-    yield from _group("gloo", tmp_path)
-
-
-@pytest.fixture
-def both(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    """One that serves GPUs as well; torch has a backend that does nothing."""
-    yield from _group("cpu:gloo,cuda:fake", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "current", "index"), [(None, 0, 0), (None, 0, 3), ("2", 0, 2), ("2", 1, 1), ("7", 0, 0)]
-)
-def test_a_model_on_the_cpu_moves_to_the_accelerator_of_its_rank(
-    gpus: types.SimpleNamespace,
-    both: dist.ProcessGroup,
-    monkeypatch: pytest.MonkeyPatch,
-    local_rank: str | None,
-    current: int,
-    index: int,
-) -> None:
+def test_a_model_on_the_cpu_moves_to_the_accelerator_of_its_rank(gpus: Any, group: Any, monkeypatch: Any) -> None:
     """The one that somebody has chosen, else the launcher's; the only one where a process sees one. It is current."""
-    monkeypatch.setenv("SLURM_LOCALID", "3" if local_rank is None and index == 3 else "0")
-    if local_rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-    gpus.current_device = lambda: current
-    assert training_device(CPU, None, None) == training_device(CPU, both, "cuda") == torch.device("cuda", index)
-    assert training_device(torch.device("cuda", 3), None, None) == torch.device("cuda", 3)
     gpus.set_device = mock.Mock(side_effect=InterruptedError)  # nothing else is there of such a device
-    with pytest.raises(InterruptedError):
-        StreamShard(Stack(), precision=FP32)
-    gpus.set_device.assert_called_once_with(torch.device("cuda", index))
+    for name, local_rank, current, index in (
+        ("LOCAL_RANK", 0, 0, 0),
+        ("SLURM_LOCALID", 3, 0, 3),
+        ("LOCAL_RANK", 2, 0, 2),
+        ("LOCAL_RANK", 2, 1, 1),
+        ("LOCAL_RANK", 7, 0, 0),
+    ):
+        gpus.current_device = lambda current=current: current
+        with monkeypatch.context() as patch:
+            patch.setenv(name, str(local_rank))
+            assert (
+                training_device(CPU, None, None) == training_device(CPU, group, "cuda") == torch.device("cuda", index)
+            )
+            assert training_device(torch.device("cuda", 3), None, None) == torch.device("cuda", 3)
+            with pytest.raises(InterruptedError):
+                StreamShard(Stack(), precision=FP32)
+        assert gpus.set_device.call_args.args == (torch.device("cuda", index),)
 
 
-def test_training_on_the_cpu_beside_idle_accelerators_says_so(
-    gpus: types.SimpleNamespace, gloo: dist.ProcessGroup
-) -> None:
-    """Unless it was asked for."""
+@pytest.mark.parametrize("group", ["gloo"], indirect=True)
+def test_training_on_the_cpu_beside_idle_accelerators_says_so(gpus: Any, group: dist.ProcessGroup) -> None:
     with pytest.warns(UserWarning, match=r"on the CPU: .*\(cpu:gloo,cuda:gloo\).* 4 cuda devices") as said:
-        assert training_device(CPU, gloo, None) == CPU
+        assert training_device(CPU, group, None) == CPU
     assert said[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert training_device(CPU, gloo, "cpu") == CPU
-
-
-def test_a_group_without_a_backend_for_the_parameters_is_refused(gloo: dist.ProcessGroup) -> None:
-    """It says which it has, and which is wanted."""
-    streams = types.SimpleNamespace(device=torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"on cuda:0, .*\(cpu:gloo,cuda:gloo\) has no backend: .*'nccl'"):
-        Communicator(gloo, streams)  # type: ignore[arg-type]  # no GPU is here
-
-
-# ---------------------------------------------------------------------------------------------- whoever makes the group
+        assert training_device(CPU, group, "cpu") == CPU
 
 
 def _leave_group() -> None:
@@ -109,7 +85,6 @@ def _leave_group() -> None:
 
 @on_ranks(2)
 def test_it_trains_with_a_group_of_several_kinds_of_device(context: RankContext, tmp_path: Path) -> None:
-    """Which has no backend's name."""
     _leave_group()
     dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=context.rank, world_size=context.world_size)
     assert dist.get_backend() == "undefined"
@@ -128,7 +103,7 @@ def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext,
     assert not serves(group, "cpu")
     refuse_together(None, None)
     assert serves(host_group_of(group), "cpu")
-    with pytest.raises(ConfigError, match="has no backend"):
+    with pytest.raises(ConfigError, match=r"on cpu, .*\(cuda:fake\) has no backend: .*'gloo'"):
         StreamShard(Stack(), precision=FP32)
     if context.rank == 1:
         refuse_together(group, ValueError("no"))

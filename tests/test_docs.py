@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import io
 import itertools
-import os
 import re
 import runpy
 import shlex
@@ -55,7 +54,6 @@ _APART = (
 
 
 def _parts() -> Iterator[tuple[str, str]]:
-    """The name and the text of each page, and of each section of `_APART`."""
     for file in _FILES:
         name, text = str(file.relative_to(ROOT)), file.read_text()
         first, *sections = re.split(rf"^(?=## (?:{'|'.join(_APART)})$)", text, flags=re.MULTILINE)
@@ -164,7 +162,7 @@ _SET_UP = {
         importorskip("torchao", reason="needs torchao: pip install streamshard[test]")
     """,
     "docs/guide/optimizers.md": """
-        from streamshard import StreamShard, save_checkpoint
+        from streamshard import StreamShard, load_checkpoint, save_checkpoint
         from streamshard.optim import WholeParameterOptimizer
         directory, Model, loader = "runs", type(model), [batch]
         online, target, predictor = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 5)
@@ -264,25 +262,20 @@ _ON_A_DEVICE = ("docs/guide/big_models.md: Models larger than the GPU",)
 # Not run.
 _LEFT_OUT = {
     ("docs/guide/quick_start.md", "_model"): "the scripts themselves are run below",
-    ("docs/guide/trainers.md: Lightning", "lightning"): "Lightning is not among the tests' packages; test_lightning.py",
-    ("docs/guide/optimizers.md: nanochat", "orig_model"): "nanochat is no package; tests/integrations/test_nanochat.py",
-    (
-        "docs/guide/trainers.md: Ray Train",
-        "TorchTrainer",
-    ): "Ray is not among the tests' packages; tests/integrations/test_ray.py",
+    # Not among the tests' packages; see tests/integrations.
+    ("docs/guide/trainers.md: Lightning", "lightning"): "test_lightning.py",
+    ("docs/guide/optimizers.md: nanochat", "orig_model"): "test_nanochat.py",
+    ("docs/guide/trainers.md: Ray Train", "TorchTrainer"): "test_ray.py",
+    ("docs/guide/transformers.md", "trl"): "test_trl.py",
     ("docs/guide/surroundings.md", "notebook_launcher"): "starts processes itself, below",
-    ("docs/guide/transformers.md", "trl"): "TRL is not among the tests' packages; tests/integrations/test_trl.py",
 }
 
 
 @contextlib.contextmanager
 def _inside(directory: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
         yield
-    finally:
-        os.chdir(before)
 
 
 @on_ranks(2)
@@ -336,9 +329,7 @@ def test_messages_name_no_file_that_an_installed_package_lacks() -> None:
         statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             text = node.value if isinstance(node, ast.Constant) and id(node) not in statements else None
-            if isinstance(text, str) and re.search(
-                r"\b(docs|tests|benchmarks)/|\w\.md\b", text.replace("README.md", "")
-            ):
+            if isinstance(text, str) and re.search(r"\b(docs|tests|benchmarks)/|(?<!README)\.md\b", text):
                 named.append((path.name, text))
     assert named == []
 
@@ -348,7 +339,6 @@ _GPT = ROOT / "docs/examples/nanogpt"
 
 @on_ranks(2)
 def test_the_first_script_prints_what_the_quick_start_shows(context: RankContext, tmp_path: Path) -> None:
-    """On CPUs. On GPUs other random numbers are drawn."""
     text = _TEXTS["docs/guide/quick_start.md"]
     script, output = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "text"))
     assert script is not None and output is not None
@@ -380,7 +370,6 @@ def test_the_quick_start_shows_the_differences_between_its_scripts(before: str) 
 
 @on_ranks(2)
 def test_the_scripts_of_the_quick_start_train_to_the_same_losses(context: RankContext, tmp_path: Path) -> None:
-    """Each finds its checkpoint when it is started again."""
     losses = {}
     on_cpu = mock.patch.object(torch.cuda, "is_available", return_value=False)
     with mock.patch.object(sys, "path", [str(_GPT), *sys.path]), launched(context), on_cpu:
@@ -403,9 +392,6 @@ def test_tests_that_the_comparison_names_exist() -> None:
     named = re.findall(r"`(tests/[^`]+)`", _TEXTS["docs/guide/comparison.md"])
     assert len(named) > 10
     assert [name for name in named if not (ROOT / name).is_file()] == []
-
-
-# -------------------------------------------------------------------------------------------------------- commands
 
 
 def _commands() -> Iterator[tuple[str, list[str]]]:
@@ -447,7 +433,6 @@ def test_commands_have_the_options_that_pages_give_them() -> None:
 
 
 def _names_in(source: str) -> set[str]:
-    """Functions, classes, methods and constants of a module."""
     names: set[str] = set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -460,7 +445,6 @@ def _names_in(source: str) -> set[str]:
 
 
 def test_how_a_step_works_links_each_function_to_its_file() -> None:
-    """A newcomer who follows a link finds the function there."""
     page = ROOT / "docs" / "internals" / "how_a_step_works.md"
     found = 0
     for label, path in re.findall(r"\[([^][]+)\]\(([\w./-]+\.py)\)", page.read_text()):

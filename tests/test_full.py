@@ -26,7 +26,6 @@ from tests.reference import EXACT, FP32, Call, adamw, assert_same, stack_step
 
 @on_ranks(1, 2)
 def test_passes_steps_and_collecting_raise_inside_summon_full_params(context: RankContext, tmp_path: Path) -> None:
-    """Passes (in other threads too), steps, and calls that collect pieces raise. Afterwards everything works."""
     model: Any = StreamShard(Stack(), precision=FP32)
     optimizer = adamw(model)
     x = vector_batch(0, context.rank)
@@ -56,7 +55,6 @@ def test_passes_steps_and_collecting_raise_inside_summon_full_params(context: Ra
 
 @on_ranks(1, 2)
 def test_edits_inside_no_sync_are_what_the_next_forward_uses(context: RankContext) -> None:
-    """Weights do not change between its passes, but where they are written back they do."""
     model = StreamShard(Stack(), precision=FP32)
     x = vector_batch(0, context.rank)
     with model.no_sync():
@@ -67,13 +65,8 @@ def test_edits_inside_no_sync_are_what_the_next_forward_uses(context: RankContex
         assert model(x).eq(2.0).all()
 
 
-def _no_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        param.copy_(value)
-
-
 _WRITES: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
-    "copy_": _no_grad,
+    "copy_": torch.no_grad()(lambda param, value: param.copy_(value)),
     "data.copy_": lambda param, value: param.data.copy_(value),
     "detach().copy_": lambda param, value: param.detach().copy_(value),
     "a row at a time": lambda param, value: [row.copy_(to) for row, to in zip(param.data, value, strict=True)],
@@ -86,7 +79,6 @@ _WRITES: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
 @on_ranks(1, 2)
 @pytest.mark.parametrize("write", _WRITES)
 def test_every_write_inside_summon_full_params_is_kept(context: RankContext, write: str) -> None:
-    """Even if values only change places, and torch counts no new version. With ``writeback=False`` it raises."""
     model = StreamShard(Stack(), precision=FP32)
     before = model.full_state_dict(rank0_only=False)
     wanted = {name: value.flip(-1) if value.dim() == 2 else value for name, value in before.items()}
@@ -108,7 +100,6 @@ def test_every_write_inside_summon_full_params_is_kept(context: RankContext, wri
 
 @on_ranks(2)
 def test_changes_that_differ_between_ranks_raise_on_all(context: RankContext) -> None:
-    """A change by one rank, different random numbers or orders, an exception on one rank: no parameter changes."""
     model = StreamShard(Stack(), precision=FP32)
     before = model.full_state_dict(rank0_only=False)
     head = model.head.weight
@@ -151,25 +142,15 @@ def test_replicas_of_local_sgd_change_their_own_weights_in_full(context: RankCon
 
 @on_ranks(1, 2)
 def test_changes_that_would_be_lost_raise_at_the_end(context: RankContext) -> None:
-    """After the error every piece is back in its place, unchanged."""
     model = StreamShard(Stack(), precision=FP32)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     full = model.full_state_dict(rank0_only=False)
 
-    def penalty() -> None:
-        model.head.weight.square().sum().backward()
-
-    def reshape() -> None:
-        model.head.weight.data = torch.zeros(2, DIM)
-
-    def replace() -> None:
-        model.head.weight = nn.Parameter(torch.zeros(1, DIM))
-
     head = model.head.weight
     for change, message in (
-        (penalty, r"parameter 'head\.weight' got a gradient inside summon_full_params"),
-        (reshape, r"head\.weight.*\(2, 16\), wanted \(1, 16\)"),
-        (replace, r"head\.weight.*replaced"),
+        (lambda: head.square().sum().backward(), r"parameter 'head\.weight' got a gradient inside summon_full_params"),
+        (lambda: setattr(head, "data", torch.zeros(2, DIM)), r"head\.weight.*\(2, 16\), wanted \(1, 16\)"),
+        (lambda: setattr(model.head, "weight", nn.Parameter(torch.zeros(1, DIM))), r"head\.weight.*replaced"),
     ):
         with pytest.raises(ShardingError, match=message), model.summon_full_params():
             model.layers[0].linear.weight.data.zero_()
@@ -206,10 +187,7 @@ def test_the_rank_that_cannot_keep_full_tensors_raises_on_all(context: RankConte
     assert not [*(tmp_path / "out").glob("*")]
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
-    def save(directory: str) -> None:
-        torch.save(model.state_dict(), Path(directory) / "weights")
-
-    save_on_first(model, tmp_path / "out", save)
+    save_on_first(model, tmp_path / "out", lambda to: torch.save(model.state_dict(), Path(to) / "weights"))
     assert_same(torch.load(tmp_path / "out" / "weights"), model.full_state_dict(rank0_only=False), "full", EXACT)
 
 

@@ -16,7 +16,7 @@ from streamshard.core.module_state import engine_of
 from streamshard.errors import ShardingError
 from tests.families import gpt2, llama, mixtral, t5
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, Call, assert_same, full_weights, lm_step
 from tests.test_meta_device import on_meta
 
@@ -24,7 +24,6 @@ MODELS: list[Callable[[], Any]] = [NormStack, llama, gpt2, t5, mixtral]
 
 
 def _reset(model: nn.Module) -> None:
-    """As torch's modules initialise themselves when they are made."""
     if callable(reset := getattr(model, "reset_parameters", None)):
         reset()
 
@@ -47,7 +46,6 @@ def _tiny_lm(module: nn.Module) -> None:
 
 
 def plain(make: Callable[[], Any]) -> Any:
-    """The unsharded model, initialised by itself."""
     if make in (Stack, NormStack):
         return make().apply(_reset)
     with importlib.import_module("transformers.initialization").no_tie_weights():
@@ -74,17 +72,14 @@ def assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def sharded_weights(context: RankContext, make: Callable[[], Any], **settings: Any) -> dict[str, Tensor]:
-    """What `init_weights` makes of a model from meta; buffers too."""
     model: Any = StreamShard(on_meta(make), precision=FP32, **settings)
     init_weights(model, seed=5)
     assert not engine_of(model).empty
     return {**model.full_state_dict(rank0_only=False), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_numbers_are_the_models_own_distribution_and_equal_on_any_number_of_ranks(
-    ranks: RankPool, make: Callable[[], Any]
-) -> None:
+@pytest.mark.parametrize("make", MODELS)
+def test_numbers_are_the_models_own_distribution_and_equal_on_any_number_of_ranks(ranks: Any, make: Any) -> None:
     """Of torch's modules, and of transformers' classes, whatever touches whose weights; tables as well."""
     first = ranks(1).run(sharded_weights, make)[0]
     for found in ranks(3).run(sharded_weights, make):
@@ -132,8 +127,6 @@ def test_an_init_function_may_write_to_weights_of_any_module(context: RankContex
 
 
 class Block(Layer):
-    """A layer with an initialisation of its own."""
-
     def init_weights(self, std: float) -> None:
         nn.init.trunc_normal_(self.linear.weight, std=std)
         nn.init.zeros_(self.linear.bias)
@@ -191,12 +184,8 @@ def test_an_init_weights_that_takes_arguments_is_refused(context: RankContext) -
         init_weights(layers)
 
 
-# ---------------------------------------------------------------------------------------------- what has values
-
-
 @on_ranks(2)
 def test_init_weights_keeps_tensors_that_have_values(context: RankContext) -> None:
-    """Loaded weights, statistics of batch norm, layers that were never on meta; a second call changes nothing."""
     torch.manual_seed(0)
     state = {name: value + 1 for name, value in NormStack().state_dict().items()}
     model: Any = StreamShard(on_meta(NormStack), precision=FP32)
@@ -233,35 +222,23 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
     loss.backward()
 
 
-# ---------------------------------------------------------------------------------------------- what is refused
-
-
 # What is done to a `Stack`, and what is said of it.
 IMPOSSIBLE: dict[str, tuple[Callable[[Any], object], str]] = {
-    "a part": (
-        lambda model: model.layers[0].linear.weight[:3].fill_(torch.nan),
-        "leaves parameter 'layers.0.linear.weight' without a value",
-    ),
-    "another parameter": (
-        lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(3))),
-        "parameter 'head.weight' was replaced",
-    ),
-    "another shape": (
-        lambda model: setattr(model.head.weight, "data", torch.ones(3, device=model.head.weight.device)),
-        "leaves parameter 'head.weight' without a value of its shape",
-    ),
-    "another unit's weight": (
-        lambda model: model.head.weight.copy_(model.layers[0].linear.weight[:1]),
-        "initialisation reads a weight that has no values now",
-    ),
-    "its own error": (lambda model: 1 / 0, "division by zero"),
-}
+    "a part": (lambda m: m.layers[0].linear.weight[:3].fill_(torch.nan),
+               "leaves parameter 'layers.0.linear.weight' without a value"),
+    "another parameter": (lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(3))),
+                          "parameter 'head.weight' was replaced"),
+    "another shape": (lambda m: setattr(m.head.weight, "data", torch.ones(3, device=m.head.weight.device)),
+                      "leaves parameter 'head.weight' without a value of its shape"),
+    "another unit's weight": (lambda m: m.head.weight.copy_(m.layers[0].linear.weight[:1]),
+                              "initialisation reads a weight that has no values now"),
+    "its own error": (lambda m: 1 / 0, "division by zero"),
+}  # fmt: skip
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("what", IMPOSSIBLE)
 def test_an_unsupported_initialisation_raises_and_fills_nothing(context: RankContext, what: str) -> None:
-    """The tensors stay empty, and a later call can initialise them."""
     init, message = IMPOSSIBLE[what]
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
     head = model.head.weight
@@ -275,7 +252,6 @@ def test_an_unsupported_initialisation_raises_and_fills_nothing(context: RankCon
 
 @on_ranks(2)
 def test_all_ranks_get_rank_0s_random_numbers(context: RankContext) -> None:
-    """Also numbers from the user's own generators."""
     model: Any = StreamShard(on_meta(Stack), precision=FP32)
 
     def draw(module: nn.Module) -> None:

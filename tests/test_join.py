@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,26 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from streamshard import ConfigError, Precision, ShardingError, StreamShard
-from streamshard.core.engine import Inputs
-from tests.models import DIM, NormStack, Stack, TinyLM
+from streamshard import ConfigError, RankMismatchError, ShardingError, StreamShard
+from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     EXACT,
+    NEAR,
     Call,
     Step,
-    Tolerance,
     adamw,
     assert_same,
     built,
     engine_inside,
-    full_grads,
     full_weights,
     lm_step,
+    mesh_2d,
     sgd,
     sharded_model,
     stack_step,
@@ -37,13 +36,7 @@ from tests.reference import (
 )
 from tests.scenarios import RoutedStack
 
-NEAR = Tolerance(1e-4, 1e-5)
-LENGTHS = {
-    "all differ": (4, 2, 3, 1),
-    "one more": (3, 3, 4, 3),
-    "the first": (1, 4, 4, 4),
-    "none at first": (0, 3, 1, 2),
-}
+ALL_DIFFER = (4, 2, 3, 1)
 
 After = Callable[[nn.Module, Optimizer], None]
 
@@ -52,21 +45,16 @@ def _step_only(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _clip_and_step(model: nn.Module, optimizer: Optimizer) -> None:
-    if isinstance(model, StreamShard):
-        model.clip_grad_norm_(0.05)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+def _clip_and_step(model: nn.Module, optimizer: Optimizer, largest: float = math.inf) -> None:
+    is_sharded = isinstance(model, StreamShard)
+    norm = model.clip_grad_norm_(0.05) if is_sharded else nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    if norm > largest:
+        model.zero_grad()
     optimizer.step()
 
 
 def _skip_large(model: nn.Module, optimizer: Optimizer) -> None:
-    """Drops the gradients of about half of the steps."""
-    is_sharded = isinstance(model, StreamShard)
-    norm = model.clip_grad_norm_(0.05) if is_sharded else nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    if norm > 0.3:
-        model.zero_grad()
-    optimizer.step()
+    _clip_and_step(model, optimizer, 0.3)
 
 
 def _train(
@@ -89,11 +77,13 @@ def _train(
             optimizer.zero_grad()
 
 
-def _ddp(build: Callable[[], nn.Module]) -> DistributedDataParallel:
-    return DistributedDataParallel(built(build))
-
-
-def _assert_equal(context: RankContext, found: nn.Module, wanted: DistributedDataParallel) -> None:
+def _check(
+    context: RankContext, lengths: Any, build: Any, step: Step, kind: Any = sgd, settings: Any = None, **options: Any
+) -> None:
+    """Train as DDP does; ranks have the same weights to the bit."""
+    wanted, found = DistributedDataParallel(built(build)), sharded_model(build, **(settings or {}))
+    for model, inner in ((wanted, wanted.module), (found, found)):
+        _train(model, kind(inner), step, context, lengths[context.rank], **options)
     assert_same(full_weights(found), dict(wanted.module.state_dict()), "weights", NEAR)
     everyone = everywhere(full_weights(found))
     for other in everyone:
@@ -101,8 +91,7 @@ def _assert_equal(context: RankContext, found: nn.Module, wanted: DistributedDat
 
 
 def _assert_even(model: nn.Module) -> None:
-    """Everything is as it was before the context."""
-    assert type(engine_inside(model).inputs) is Inputs
+    assert engine_inside(model).inputs is None
     assert "_join_config" not in vars(model)
 
 
@@ -110,33 +99,22 @@ def _assert_even(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("lengths", "kind", "after", "build"),
     [
-        ("all differ", sgd, _step_only, NormStack),
-        ("one more", adamw, _clip_and_step, Stack),
-        ("the first", sgd, _skip_large, NormStack),
-        ("none at first", adamw, _skip_large, Stack),
+        (ALL_DIFFER, sgd, _step_only, NormStack),
+        ((3, 3, 4, 3), adamw, _clip_and_step, Stack),
+        ((1, 4, 4, 4), sgd, _skip_large, NormStack),
+        ((0, 3, 1, 2), adamw, _skip_large, Stack),
     ],
 )
-def test_training_equals_ddp_join(
-    context: RankContext, lengths: str, kind: Any, after: After, build: Callable[[], nn.Module]
-) -> None:
+def test_training_equals_ddp_join(context: RankContext, lengths: Any, kind: Any, after: After, build: Any) -> None:
     """Momentum, decay and statistics of batch norm continue without inputs, as those of DDP's last joiner do."""
-    length = LENGTHS[lengths][context.rank]
-    wanted, found = _ddp(build), sharded_model(build)
-    _train(wanted, kind(wanted.module), stack_step, context, length, after)
-    _train(found, kind(found), stack_step, context, length, after)
-    _assert_equal(context, found, wanted)
+    _check(context, lengths, build, stack_step, kind, after=after)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("by_all", [True, False])
 def test_means_are_over_all_ranks_or_over_those_with_inputs(context: RankContext, by_all: bool) -> None:
-    """``divide_by_initial_world_size``, for a language model on 2 x 2 ranks."""
-    length = LENGTHS["all differ"][context.rank]
-    wanted, found = _ddp(TinyLM), sharded_model(TinyLM, mesh=init_device_mesh("cpu", (2, 2)))
-    for model in (wanted, found):
-        inner = getattr(model, "module", model)
-        _train(model, sgd(inner), lm_step, context, length, divide_by_initial_world_size=by_all)
-    _assert_equal(context, found, wanted)
+    settings = {"mesh": mesh_2d(2, 2)}
+    _check(context, ALL_DIFFER, TinyLM, lm_step, settings=settings, divide_by_initial_world_size=by_all)
 
 
 @on_ranks(3)
@@ -150,11 +128,7 @@ def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -
             stack_step(model, call._replace(step=3 * call.step + 1))
         return stack_step(model, call._replace(step=3 * call.step + 2))
 
-    length = LENGTHS["all differ"][context.rank]
-    wanted, found = _ddp(Stack), sharded_model(Stack, **slots)
-    _train(wanted, sgd(wanted.module), step, context, length)
-    _train(found, sgd(found), step, context, length)
-    _assert_equal(context, found, wanted)
+    _check(context, ALL_DIFFER, Stack, step, settings=slots)
 
 
 @on_ranks(2)
@@ -182,7 +156,7 @@ def test_layers_that_run_in_another_order_are_shadowed(context: RankContext) -> 
         (getattr(model, "module", model)).route = [[3, 1, 0, 2], [3, 0]][call.step % 2]
         return stack_step(model, call)
 
-    lengths = LENGTHS["all differ"][: context.world_size]
+    lengths = ALL_DIFFER[: context.world_size]
     found = sharded_model(RoutedStack)
     _train(found, sgd(found), step, context, lengths[context.rank])
     # DDP's join gives parameters that nobody uses a gradient of zero, which moves them by momentum and decay.
@@ -224,8 +198,6 @@ def test_a_loss_scaler_skips_the_same_steps_on_ranks_without_inputs(context: Ran
 
 @on_ranks(2)
 def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None:
-    """A forward without gradients between steps, while another rank has run out."""
-
     def evaluating(model: nn.Module, call: Call) -> Tensor:
         if call.step:
             with torch.no_grad():
@@ -240,49 +212,40 @@ def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None
     assert_same(results[1], results[0], "weights", EXACT)
 
 
+def _fail() -> None:
+    raise ZeroDivisionError
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("divides_by_all", [True, False])
-def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool) -> None:
-    """Join does not report the exception. Passes are no longer announced, and gradients are means over all ranks."""
+@pytest.mark.parametrize(("divides_by_all", "is_kept"), [(True, False), (False, False), (False, True)])
+def test_an_exception_ends_the_context_too(context: RankContext, divides_by_all: bool, is_kept: bool) -> None:
+    """Join does not report the exception. Passes are no longer announced, and gradients are means over all ranks.
+
+    If something keeps the context, the next one ends it.
+    """
     wanted, found = sharded_model(Stack), sharded_model(Stack)
-    options = {"repeat": print, "divide_by_initial_world_size": divides_by_all}
-    with contextlib.suppress(ZeroDivisionError), Join([found], **options):
-        found(torch.ones(2, 16))
-        raise ZeroDivisionError
-    _assert_even(found)
-    for model in (wanted, found):
-        train_stack(model, sgd(model), context, steps=2)
+    joins = [Join([found], repeat=_fail, divide_by_initial_world_size=divides_by_all)]
+    with contextlib.suppress(ZeroDivisionError), joins[0] if is_kept else joins.pop():
+        if context.rank == 0:
+            found(torch.ones(2, 16)).sum().backward()
+            _fail()
+    found.zero_grad()
+    if not is_kept:
+        _assert_even(found)
+    with Join([found], repeat=print) if is_kept else contextlib.nullcontext():
+        for model in (wanted, found):
+            train_stack(model, sgd(model), context, steps=2)
     assert_same(full_weights(found), full_weights(wanted), "weights", EXACT)
 
 
-def _lower_rate(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.param_groups[0]["lr"] *= 0.5
-    optimizer.step()
-
-
-def _clip_more(model: nn.Module, optimizer: Optimizer) -> None:
-    model.clip_grad_norm_(0.5)  # type: ignore[operator]  # a StreamShard
-    optimizer.step()
-
-
 @on_ranks(3)
-@pytest.mark.parametrize(
-    ("loop", "repeat", "more", "story"),
-    [
-        (_lower_rate, _step_only, 0, r"rank 1 did SGD.step\(lr=0.01.*; rank 0 did SGD.step\(lr=0.005"),
-        (_lower_rate, _step_only, 3, r"rank 1 did SGD.step\(lr=0.01.*; rank 0 did SGD.step\(lr=0.005"),
-        (_step_only, print, 0, r"rank 1 did nothing; rank 0 did SGD.step\(.*Join.*scheduler"),
-        (_clip_and_step, _clip_more, 3, r"rank 1 did clip_grad_norm_\(max_norm=0.5.*; rank 0 did clip_.*max_norm=0.05"),
-    ],
-)
-def test_ranks_compare_what_they_repeat(
-    context: RankContext, loop: After, repeat: After, more: int, story: str
-) -> None:
-    """Ranks compare steps when the next pass is announced, and after the last pass at the end."""
+@pytest.mark.parametrize("more", [0, 3])
+def test_steps_that_repeat_lacks_are_found(context: RankContext, more: int) -> None:
+    """In the next backward, and after the last one at the end."""
     model = sharded_model(Stack)
-    optimizer, length = torch.optim.SGD(model.parameters(), 0.02), (2 + more, 1, 2)[context.rank]
-    with pytest.raises(ShardingError, match=story):
-        _train(model, optimizer, stack_step, context, length, loop, repeat)
+    length = (2 + more, 1, 2)[context.rank]
+    with pytest.raises(RankMismatchError, match="out of step.*Join's repeat="):
+        _train(model, sgd(model), stack_step, context, length, _step_only, print)
     _assert_even(model)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
     with (
@@ -291,16 +254,3 @@ def test_ranks_compare_what_they_repeat(
         torch.set_grad_enabled(context.rank == 1),
     ):
         model(torch.ones(2, 16))
-
-
-@on_ranks(1)
-def test_bf16_gradients_are_scaled_by_the_factor_itself(context: RankContext) -> None:
-    """Not by the factor in bf16: for 2/3 that is 0.2 % more."""
-    grads: list[dict[str, Any]] = []
-    for scale in (1.0, 2 / 3):
-        model = sharded_model(precision=Precision())
-        engine_inside(model).inputs.grad_scale = scale
-        model(torch.ones(2, DIM)).sum().backward()
-        grads.append(full_grads(model))
-    wanted = {name: (grad.bfloat16() * (2 / 3)).float() for name, grad in grads[0].items()}
-    assert_same(grads[1], wanted, "gradients", EXACT)

@@ -49,14 +49,11 @@ def _layers(count: int) -> nn.Module:
     return nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)])
 
 
-class _Calls:
-    """Counts calls of each function, of Python and C, by where it is, or its caller."""
-
-    def __init__(self) -> None:
-        self.of_action: dict[str, Counter[str]] = {}
+class _Calls(dict[str, Counter[str]]):
+    """By action, counts calls of each function, of Python and C, by where it is, or its caller."""
 
     def __call__(self, name: str, action: Callable[[], Any]) -> Any:
-        counts = self.of_action[name] = Counter()
+        counts = self[name] = Counter[str]()
 
         def count(frame: Any, event: str, argument: Any) -> None:
             code = frame.f_code
@@ -78,7 +75,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _everything(build: Callable[[int], nn.Module], count: int, directory: Path) -> dict[str, Counter[str]]:
-    """What calls each of the things takes that users do with a model and an optimizer."""
     calls = _Calls()
     model: Any = calls("shard", lambda: StreamShard(build(count)))
     optimizers = [torch.optim.AdamW(model.parameters()), WholeParameterOptimizer(model.parameters(), torch.optim.AdamW)]
@@ -96,7 +92,7 @@ def _everything(build: Callable[[int], nn.Module], count: int, directory: Path) 
     calls("fill", lambda: load_safetensors(fresh, directory / f"{count}-files"))
     calls("print", lambda: repr(fresh))
     calls("plan", lambda: plan(lambda: build(count), 8))
-    return calls.of_action
+    return calls
 
 
 @on_ranks()

@@ -49,8 +49,6 @@ class _Row(NamedTuple):
 
 
 class _Tagged(tuple[Tensor, ...]):
-    """A tuple whose constructor takes something else."""
-
     tag: str
 
     def __new__(cls, tag: str, *items: Tensor) -> _Tagged:
@@ -72,8 +70,6 @@ class _Batch(dict[str, Any]):
 
 
 class _Attributes(dict[str, Any]):
-    """A dict whose keys are its attributes too."""
-
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
         self.__dict__ = self

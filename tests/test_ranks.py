@@ -1,18 +1,23 @@
-"""What other tests run on: rank processes report what happens and recover from it, and mutants follow the code."""
+"""What other tests run on: rank processes recover from failures, the adversary shows missing waits, mutants apply."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from streamshard.comm.streams import Rule, StreamName
+from tests.adversary import make_adversarial
 from tests.mutants import MUTANTS, ROOT
-from tests.ranks import PRELOADED, PRELOADED_LAST, PRELOADED_TOO, RankContext, RankFailure, RankPool
-from tests.reference import case
+from tests.ranks import PRELOADED, PRELOADED_LAST, PRELOADED_TOO, RankContext, RankFailure, RankPool, on_ranks
+from tests.reference import FP32, case, counted_collectives, engine_inside, full_weights
+from tests.scenarios import BF16, dropping, sharded, train
+from tests.simulated import CPU, simulated_device
 
 
 def _sum_of_ranks(context: RankContext, offset: int) -> int:
@@ -28,7 +33,6 @@ def _raise_on(context: RankContext, bad_rank: int) -> None:
 
 
 def test_an_exception_on_a_rank_comes_back_with_its_traceback(ranks: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure names the rank, the error and the line, and the pool works afterwards."""
     monkeypatch.setattr("tests.ranks.GRACE_S", 0.2)
     with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2.*_raise_on.*ValueError: the culprit says this"):
         ranks(2).run(_raise_on, 1)
@@ -55,11 +59,34 @@ def test_the_process_that_ranks_are_forked_from_does_not_start_cuda() -> None:
     subprocess.run([sys.executable, "-c", _REFUSING, *preloaded], cwd=ROOT, check=True)
 
 
-# -- mutants -----------------------------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_to_the_adversary_a_missing_wait_for_a_slot_shows_as_nan(context: RankContext) -> None:
+    """Weights that have not arrived, and gradients written into a slot that is still to be reduced."""
+    for rule, precision, slots in ((Rule.WEIGHTS_ARRIVED, FP32, 2), (Rule.GRADS_DRAINED, BF16, "all")):
+        model = sharded("plain", precision, weight_slots=slots)
+        with make_adversarial(model), dropping(model, rule):
+            train(model, "plain", context)
+            assert any(value.isnan().any() for value in full_weights(model).values())
+
+
+@on_ranks(2)
+def test_the_adversary_keeps_a_device_busy_before_each_collective_and_copy(context: RankContext) -> None:
+    """On their streams: no host waits there, so only a slow device makes them late."""
+    settings: dict[str, Any]
+    for settings, names in (({}, ()), ({"offload": "state"}, (StreamName.FETCH, StreamName.STORE))):
+        with simulated_device() as device:
+            model = sharded("plain", FP32, **settings)
+            streams, slept = engine_inside(model).streams, list[Any]()
+            device._sleep = lambda cycles, slept=slept: slept.append(device.current_stream(CPU))  # type: ignore[attr-defined]
+            with make_adversarial(model), counted_collectives(model) as counts:
+                train(model, "plain", context, steps=2)
+        comm, *of_copies = map(streams.device_stream, (StreamName.COMM, *names))
+        assert {*of_copies} <= {*slept}
+        if not names:
+            assert slept == [comm] * (counts["all_gather"] + counts["reduce_scatter"])
 
 
 def test_each_mutant_can_be_applied_and_has_tests() -> None:
-    """The fragment occurs once in the function, the result is valid Python, and the test files exist."""
     for mutant in MUTANTS:
         with case(mutant):
             source = (ROOT / "streamshard" / f"{mutant.file}.py").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import multiprocessing
@@ -56,7 +55,6 @@ def _assert_same(models: Sequence[Any], losses: list[float], plain: Sequence[nn.
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["gan", "distillation", "vision_language"])
 def test_a_recipe_trains_as_under_ddp(context: RankContext, name: str) -> None:
-    """Losses, weights and buffers."""
     if name == "vision_language":
         pytest.importorskip("transformers")
     script = _script(name)
@@ -69,23 +67,17 @@ def test_a_recipe_trains_as_under_ddp(context: RankContext, name: str) -> None:
 
 @on_ranks(2)
 def test_the_u_net_and_its_average_train_as_under_ddp(context: RankContext) -> None:
-    """torch's own AveragedModel beside DDP; running statistics included."""
     script = _script("unet")
     models, losses = script["main"](STEPS)
     plain = script["make_model"]()
     wrapped = _ddp(plain)
-    average = AveragedModel(copy.deepcopy(plain), multi_avg_fn=get_ema_multi_avg_fn(script["DECAY"]), use_buffers=False)
-
-    def update_average(step: int) -> None:
-        average.update_parameters(plain)
-
-    wanted = script["train"](wrapped, update_average, STEPS, context.rank)
+    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(script["DECAY"]))
+    wanted = script["train"](wrapped, average, STEPS, context.rank)
     _assert_same(models, losses, (plain, average.module), wanted)
 
 
 @on_ranks(2)
 def test_the_best_and_latest_checkpoints_continue_and_export_the_best(context: RankContext, tmp_path: Path) -> None:
-    """A run in two halves has the losses of one run; the export is the best model, not the last one."""
     main: Callable[..., Any] = _script("best_and_latest")["main"]
     _, whole = main(20, tmp_path / "whole", 0.3)  # the loss rises again
     main(10, tmp_path / "halves", 0.3)
@@ -95,9 +87,6 @@ def test_the_best_and_latest_checkpoints_continue_and_export_the_best(context: R
     assert best == pytest.approx(min(whole))
     latest = sorted(path.name for path in (tmp_path / "whole/latest").glob("checkpoint-*"))
     assert latest == ["checkpoint-15", "checkpoint-20"]
-
-
-# -- the main job -----------------------------------------------------------------------------------------------------
 
 
 JOB = "docs/examples/train_llama.py"
@@ -111,7 +100,6 @@ def _launch(directory: Path, *arguments: str, samples: bool = False) -> Launched
 
 
 def _run(directory: Path, *arguments: str, samples: bool = False) -> str:
-    """The output of rank 0."""
     return _end(_launch(directory, *arguments, samples=samples), code=0)
 
 

@@ -16,16 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.optim import Optimizer
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard, load_checkpoint, save_checkpoint
-from streamshard.optim import WholeParameterOptimizer, update_parameters
+from streamshard.optim import WholeParameterOptimizer
 from tests.models import Adapter, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext
-from tests.reference import FP32, adamw, full_weights, sgd
+from tests.reference import ALL_SLOTS, FP32, adamw, full_weights, mesh_2d, sgd
 from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
 
@@ -34,32 +32,23 @@ RANKS = (1, 2, 3, 4)
 EVERYWHERE = ("bf16, clipped", "sockets", "a device", "replicas")
 STEPS = 2
 TOKENS = token_batch(0, 0)[:, 1:].numel()  # of a micro-batch
-ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-
-Clip = Callable[[Any], Tensor]
-Optimizers = Callable[[nn.Module], Any]
 
 
 class Case(NamedTuple):
     """One way to train.
 
     Attributes:
-        build: makes the model.
-        settings: for `StreamShard`.
-        optimizer: makes the optimizer.
         clip: clips gradients, and returns the norm.
-        scaler: scales losses.
         within: the transport: its context.
         divides_at_the_end: by `set_gradient_divide_factor`, instead of each loss.
         micro_batches: in a step, on all ranks together.
-        accumulates: by `StreamShard.accumulate`, instead of one backward after the other.
         has_replicas: on a 2-D mesh, of as few replicas as the number of ranks allows.
     """
 
     build: Callable[[], nn.Module] = lambda: _model()
     settings: dict[str, Any] = {}  # noqa: RUF012  # never changed
-    optimizer: Optimizers = adamw
-    clip: Clip | None = None
+    optimizer: Callable[[nn.Module], Any] = adamw
+    clip: Callable[[Any], Tensor] | None = None
     scaler: bool = False
     within: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     divides_at_the_end: bool = False
@@ -69,7 +58,6 @@ class Case(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of a step, on all ranks together."""
         return self.micro_batches * TOKENS
 
 
@@ -79,7 +67,6 @@ def _model(*, dim: int = 16, **options: Any) -> TinyLM:
 
 class _Checkpointed(TinyLM):
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The blocks, recomputed in backward."""
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return x
@@ -87,7 +74,6 @@ class _Checkpointed(TinyLM):
 
 class _Skipping(TinyLM):
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The blocks, without the last one: it has no gradient."""
         for block in self.blocks[:-1]:
             x = block(x)
         return x
@@ -108,40 +94,29 @@ def _adapted() -> nn.Module:
     return model
 
 
+def _tied() -> nn.Module:
+    return _model(dim=20, tied=True)
+
+
 def _by_model(model: Any) -> Tensor:
-    norm: Tensor = model.clip_grad_norm_(0.2)
-    return norm
-
-
-def _by_torch(model: Any) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+    return model.clip_grad_norm_(0.2)
 
 
 def _by_each_norm(model: Any) -> Tensor:
-    """Every gradient is divided by its own norm."""
     norms = [param.grad.norm() for param in model.parameters() if param.grad is not None]
     for param, norm in zip((p for p in model.parameters() if p.grad is not None), norms, strict=True):
         param.grad.div_(norm + 1e-3)
     return torch.stack([norm * 1.0 for norm in norms])
 
 
-def _by_1_norm(model: Any) -> Tensor:
-    norm: Tensor = model.clip_grad_norm_(1.0, norm_type=1.0)
-    return norm
-
-
 def _average(model: Any) -> Tensor:
     """Nothing is clipped: a running average of the weights. Its digest, as a number."""
     average = model.__dict__.get("_average")
     if average is None:
-        average = model.__dict__["_average"] = StreamShard(_model())
-    count = model.__dict__["_count"] = model.__dict__.get("_count", -1) + 1
-    update_parameters(average, model, count, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    return torch.tensor(float(int(_digest(average), 16)), dtype=torch.float64)
-
-
-def _fused(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+        average = model.__dict__["_average"] = AveragedModel(_model(), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        StreamShard(average.module)
+    average.update_parameters(model)
+    return torch.tensor(float(int(_digest(average.module), 16)), dtype=torch.float64)
 
 
 def _muon(model: nn.Module) -> Any:
@@ -153,6 +128,7 @@ FP16 = Precision(param_dtype=torch.float16)
 BF16_GRADS = Precision(grad_dtype=torch.bfloat16)
 IN_ORDER = Precision(sums_in_rank_order=True)
 IN_ORDER_FP32 = Precision(param_dtype=torch.float32, sums_in_rank_order=True)
+OFFLOADED = {"precision": IN_ORDER, "offload": "state"}
 IN_ORDER_MIXED = Precision(sums_in_rank_order=True, fp32_modules=[nn.LayerNorm])
 
 # Where nothing is clipped, norms are not compared. Each way of clipping goes with some setting, not with all.
@@ -165,25 +141,19 @@ WAYS = {
     "sockets": Case(within=over_sockets),
     "sockets, fp32": Case(settings={"precision": FP32}, within=over_sockets),
     "a device": Case(settings={"precision": IN_ORDER}, within=simulated_device, clip=_by_model),
-    "a device, fp32, rows cut, tied": Case(
-        lambda: _model(dim=20, tied=True), {"precision": IN_ORDER_FP32}, within=simulated_device
-    ),
+    "a device, fp32, rows cut, tied": Case(_tied, {"precision": IN_ORDER_FP32}, within=simulated_device),
     "a device, norms in fp32": Case(settings={"precision": IN_ORDER_MIXED}, within=simulated_device),
     "a device, bf16 gradients on the wire": Case(settings={"precision": BF16_GRADS}, within=simulated_device),
     "a device, all slots": Case(settings={"precision": IN_ORDER, **ALL_SLOTS}, within=simulated_device),
-    "a device, state in host memory": Case(
-        settings={"precision": IN_ORDER, "offload": "state"}, within=simulated_device, clip=_by_model
-    ),
+    "a device, state in host memory": Case(settings=OFFLOADED, within=simulated_device, clip=_by_model),
     "replicas": Case(settings={"precision": IN_ORDER}, clip=_by_model, has_replicas=True),
     "replicas, fp32, all slots": Case(settings={"precision": IN_ORDER_FP32, **ALL_SLOTS}, has_replicas=True),
     "replicas, divided at the end": Case(
-        settings={"precision": IN_ORDER_FP32}, divides_at_the_end=True, has_replicas=True
+        _model, {"precision": IN_ORDER_FP32}, divides_at_the_end=True, has_replicas=True
     ),
-    "replicas on a device": Case(
-        lambda: _model(dim=20, tied=True), {"precision": IN_ORDER}, within=simulated_device, has_replicas=True
-    ),
+    "replicas on a device": Case(_tied, {"precision": IN_ORDER}, within=simulated_device, has_replicas=True),
     "divided at the end": Case(divides_at_the_end=True),
-    "tied, clipped by torch": Case(lambda: _model(dim=20, tied=True), clip=_by_torch),
+    "tied, clipped by torch": Case(_tied, clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.2)),
     "frozen": Case(_frozen),
     "an unused layer": Case(lambda: _Skipping(TinyConfig())),
     "dropout, checkpointed": Case(lambda: _Checkpointed(TinyConfig(dropout=0.1))),
@@ -192,8 +162,11 @@ WAYS = {
 }
 # Also with other code behind the gradients.
 CASES = WAYS | {
-    "SGD, clipped by torch": Case(optimizer=sgd, clip=_by_torch),
-    "fused AdamW, clipped by the 1-norm": Case(optimizer=_fused, clip=_by_1_norm),
+    "SGD, clipped by torch": Case(optimizer=sgd, clip=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.2)),
+    "fused AdamW, clipped by the 1-norm": Case(
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True),
+        clip=lambda model: model.clip_grad_norm_(1.0, norm_type=1.0),
+    ),
     "Muon": Case(optimizer=_muon),
     "divided by each norm": Case(clip=_by_each_norm),
     "a running average": Case(clip=_average),
@@ -250,7 +223,7 @@ def _made(case: Case, count: int) -> tuple[Any, Any]:
     mesh = None
     if case.has_replicas and count > 1:
         replicas = next(each for each in range(2, count + 1) if count % each == 0)
-        mesh = init_device_mesh("cpu", (replicas, count // replicas), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_2d(replicas, count // replicas)
     model = StreamShard(case.build(), mesh=mesh, **case.settings)
     model.set_gradient_divide_factor(float(case.tokens) if case.divides_at_the_end else 1.0)
     return model, case.optimizer(model)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 docs/examples/unet.py
 
-Running statistics of batch norms are buffers: the first rank's are sent to all ranks, as under DDP. The average is a
-second sharded model. Its buffers are copies of the trained model's.
+Running statistics of batch norms are buffers: the first rank's are sent to all ranks, as under DDP. The average is
+torch's: a second model, sharded too. Its buffers are copies of the trained model's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import interpolate, max_pool2d, mse_loss
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from streamshard import StreamShard
-from streamshard.optim import update_parameters
 
 WIDTH, SIZE, PICTURES, DECAY = 8, 16, 4, 0.9
 
@@ -59,7 +58,7 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return clean + 0.5 * torch.randn(clean.shape, generator=generator), clean
 
 
-def train(model: Any, update_average: Any, steps: int, rank: int, device: str = "cpu") -> list[float]:
+def train(model: Any, average: AveragedModel, steps: int, rank: int, device: str = "cpu") -> list[float]:
     """Returns the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
@@ -69,7 +68,7 @@ def train(model: Any, update_average: Any, steps: int, rank: int, device: str = 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        update_average(step)
+        average.update_parameters(model)
         losses.append(loss.item())
         if rank == 0:
             print(f"step {step}: loss {losses[-1]:.4f}", flush=True)
@@ -78,14 +77,11 @@ def train(model: Any, update_average: Any, steps: int, rank: int, device: str = 
 
 def main(steps: int) -> tuple[Any, list[float]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, average = StreamShard(make_model()), StreamShard(make_model().requires_grad_(False))
-
-    def update_average(step: int) -> None:
-        update_parameters(average, model, step, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        for mine, theirs in zip(average.buffers(), model.buffers(), strict=True):
-            mine.copy_(theirs)
-
-    return (model, average), train(model, update_average, steps, dist.get_rank(), device)
+    model = make_model()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    StreamShard(average.module.requires_grad_(False))
+    model = StreamShard(model)
+    return (model, average.module), train(model, average, steps, dist.get_rank(), device)
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ import math
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from streamshard.core.optimizer_kinds import BLOCK_NUMEL
 from streamshard.core.params import Param
 from streamshard.errors import ShardingError
-from streamshard.forms import Box
+from streamshard.guards.piece import Piece
 
 _CLASSES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 _PART = re.compile(rf"(?:.*\.)?(?:(?:{'|'.join(_CLASSES)})\.\w+|absmax[12]|qmap[12])")
@@ -62,24 +62,8 @@ def put_together(values: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str,
     return whole
 
 
-class Extent(NamedTuple):
-    """This rank's part of a tensor of an optimizer's state.
-
-    Attributes:
-        shape: of the full tensor.
-        start: first element.
-        local_shape: of this rank's elements.
-        box: see `PieceRecord`.
-    """
-
-    shape: tuple[int, ...]
-    start: int
-    local_shape: tuple[int, ...]
-    box: Box = ()
-
-
-def extent_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool = False) -> Extent:
-    """This rank's part of a tensor of state, which has a number for each element or for each block.
+def extent_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool = False) -> Piece:
+    """This rank's piece of a tensor of state, which has a number for each element or for each block.
 
     Args:
         name: of the tensor.
@@ -93,14 +77,14 @@ def extent_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool
     start, stop, last = piece.start, piece.stop, math.prod(piece.shape)
     numel = stop - start if is_local else last
     if is_part(name) and name.rpartition(".")[2].startswith("qmap"):
-        return Extent(shape, 0, shape)
+        return piece._replace(shape=shape, start=0, stop=math.prod(shape), local_shape=shape, box=())
     block = 1 << (-(-numel // math.prod(shape)) - 1).bit_length() if is_part(name) else 1
     if block == 1:
-        return Extent(piece.shape, start, piece.local_shape, piece.box)
+        return piece
     if piece.box:
         raise ShardingError(f"{name!r} has blocks of {block} elements, and {param.name!r} is a DTensor: {_NO_BLOCKS}")
     if any(piece.range_of(rank).start % block for rank in range(piece.ranks.world_size)):
         advice = f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
         raise ShardingError(f"{name!r} has blocks of {block} elements, and {param.name!r} is cut inside one: {advice}")
     start, stop, last = (-(-each // block) for each in (start, stop, last))
-    return Extent((last,), start, (stop - start,))
+    return piece._replace(shape=(last,), start=start, stop=stop, local_shape=(stop - start,))

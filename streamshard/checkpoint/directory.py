@@ -5,10 +5,10 @@ publishes it.
 
 [Note: whole and intact]
 A checkpoint is *whole* if its manifest can be read and used, and all files are there with their recorded sizes. It is
-*intact* if the files also match their checksums and have the tensors that the manifest names. Saves and `latest` look
-for whole checkpoints, and read no tensors. Loads look for intact checkpoints, before anything changes. A checkpoint
-that is damaged, or that the system cannot read, stops no save and no load of another one, and is never deleted. If a
-process lacks memory or file descriptors, nothing is said of the checkpoint: the save or load raises.
+*intact* if the files also match their checksums. Saves and `latest` look for whole checkpoints, and read no tensors.
+Loads look for intact checkpoints, before anything changes. A checkpoint that is damaged, or that the system cannot
+read, stops no save and no load of another one, and is never deleted. If a process lacks memory or file descriptors,
+nothing is said of the checkpoint: the save or load raises.
 
 [Note: how a checkpoint appears]
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
@@ -22,17 +22,16 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
-from streamshard.checkpoint.manifest import MAX_GENERATION, CheckpointFiles, Manifest, read_manifest
+from streamshard.checkpoint.manifest import CheckpointFiles, Manifest, read_manifest
+from streamshard.checkpoint.safetensors_file import verify_files
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Partial, number_in, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup, refuse_differences, run_on_all_ranks, run_on_first
 from streamshard.errors import CheckpointError, StreamShardError, describe, is_shortage, log, printable
-
-_AHEAD = 1 << 20
-"""A checkpoint that cannot be read now may have a generation up to this much larger than the largest known one."""
 
 _Written = TypeVar("_Written")
 _Published = TypeVar("_Published")
@@ -65,7 +64,7 @@ def latest(directory: str | os.PathLike[str]) -> Location | None:
     """The latest whole checkpoint in `directory`, a path or a URL; None if there is none.
 
     A checkpoint is whole if its manifest matches its checksum, and all files are there with their recorded sizes.
-    `load_checkpoint` verifies the files' contents. Generation numbers order the checkpoints, not clocks. The log names
+    `load_checkpoint` verifies the files' contents. Generation numbers order the checkpoints. The log names
     checkpoints that are passed over, and why.
 
     Raises:
@@ -96,12 +95,9 @@ def survey(directory: Location) -> list[Entry]:
     Raises:
         OSError: the system cannot read the directory.
     """
-    storage = storage_of(directory)
-    inside = [read_entry(directory / name) for name in sorted(storage.complete())]
-    # Another run may delete some.
-    there = [each for each in inside if not each.wrong or each.path.name in storage.names()]
+    inside = [read_entry(directory / name) for name in sorted(storage_of(directory).complete())]
     outer = [read_entry(directory)] if is_checkpoint(directory) else []
-    return sorted(outer + there, key=lambda each: each.order)
+    return sorted(outer + inside, key=lambda each: each.order)
 
 
 def is_checkpoint(directory: Location) -> bool:
@@ -147,10 +143,10 @@ def check_sizes(directory: Location, manifest: Manifest, share: int = 0, shares:
         CheckpointError: a file is missing, or has another size.
         OSError: the system cannot read a file now.
     """
-    size_of = storage_of(directory).sizes()
+    storage = storage_of(directory)
     for record in manifest.files[share::shares]:
         try:
-            size_bytes = size_of(record.name)
+            size_bytes = storage.size(record.name)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{directory} is not whole: {record.name}: {error.strerror}") from error
         if size_bytes != record.size_bytes:
@@ -193,8 +189,6 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
             except CheckpointError as error:  # the same on all ranks, except its cause
                 if any(ranks.gather_objects("tell a shortage from damage", is_shortage(error.__cause__))):
                     raise
-                if is_gone(path, ranks):
-                    return open_intact(root, ranks)
                 wrong = str(error)
             else:
                 _warn(failed if ranks.is_first else {})
@@ -204,11 +198,6 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
         raise no_checkpoint(root, failed)
     parent = root.absolute().parent
     raise CheckpointError(f"{failed[root]}. Give its directory, {parent}, for the newest intact checkpoint in there")
-
-
-def is_gone(path: Location, ranks: RankGroup) -> bool:
-    """Whether another run has deleted the checkpoint `path` since it was listed, and has a newer one. Collective."""
-    return run_on_first(ranks, "find a checkpoint", lambda: not storage_of(path).names(), at=path)
 
 
 def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:
@@ -226,9 +215,9 @@ def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:
     manifest = run_on_all_ranks(ranks, "load", find, at=path)
     if not ranks.are_equal("compare checkpoints", repr((manifest.files, manifest.versions))):
         raise CheckpointError(f"ranks see different checkpoints at {path}: put it on storage that all ranks share")
-    files = CheckpointFiles(path, manifest)
-    run_on_all_ranks(ranks, "verify", lambda: files.verify(ranks.total_rank, ranks.total_size), at=path)
-    return files
+    share = ranks.total_rank, ranks.total_size
+    run_on_all_ranks(ranks, "verify", lambda: verify_files(path, manifest.files, *share), at=path)
+    return CheckpointFiles(path, manifest)
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -335,7 +324,10 @@ def publish_checkpoint(partial: Location, manifest: Manifest, keep: int | None) 
     directory = partial.parent
     earlier = survey(directory)
     storage = storage_of(directory)
-    text = manifest._replace(generation=_next_generation(earlier)).encode()
+    known = (each.manifest.generation for each in earlier if each.manifest is not None)
+    # The time is larger, too, than the generation of a checkpoint that cannot be read now.
+    generation = max([time.time_ns(), *(each + 1 for each in known)])
+    text = manifest._replace(generation=generation).encode()
     path = storage.publish(partial.name, f"checkpoint-{manifest.number}", text)
     try:
         storage.sync()
@@ -344,19 +336,6 @@ def publish_checkpoint(partial: Location, manifest: Manifest, keep: int | None) 
     except OSError as error:
         log.warning("%s is saved; older ones are not deleted: %s", path, error)
     return path
-
-
-def _next_generation(earlier: Sequence[Entry]) -> int:
-    """One more than the largest generation among `earlier`; far more if the system cannot read one of them now.
-
-    Raises:
-        CheckpointError: the generation would be larger than `MAX_GENERATION`.
-    """
-    known = max((each.manifest.generation for each in earlier if each.manifest is not None), default=0)
-    unread = sum(each.manifest is None and each.may_be_whole for each in earlier)
-    if (generation := known + 1 + unread * _AHEAD) > MAX_GENERATION:
-        raise CheckpointError(f"a checkpoint beside it has generation {known}, the largest there may be: move it away")
-    return generation
 
 
 def _delete_old(paths: Sequence[Location], keep: int) -> None:

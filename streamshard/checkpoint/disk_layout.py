@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, contiguous_runs, intersect_runs, runs_in
+from streamshard.checkpoint.manifest import PieceRecord, TensorRecord, contiguous_runs, place_in, runs_in
 from streamshard.checkpoint.safetensors_file import StoredTensor
 from streamshard.checkpoint.storage import Location
 from streamshard.conventions import conventions
@@ -181,10 +181,6 @@ class TensorPiece(NamedTuple):
         pieces = (PieceRecord(rank, self.start, stop, self.box),) if self.start < stop else ()
         return TensorRecord(self.shape, self.data.dtype, pieces)
 
-    def runs(self) -> Iterator[tuple[int, int]]:
-        """The ranges of the flattened tensor that the piece has, in order: (first element, number)."""
-        return runs_in(self.box, self.start, self.data.numel())
-
 
 class Difference(NamedTuple):
     """Names that differ between the files and the model, in the model's order or in alphabetical order.
@@ -337,8 +333,12 @@ def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator
     """The parts of a tensor made of `runs` that `pieces` have: for each, its first element in the tensor, and data."""
     for run in (run for run in runs if run.source in pieces):
         piece = pieces[run.source]
-        for place, along, numel in intersect_runs(piece.runs(), [(run.source_start, run.numel)]):
-            yield run.start + along, piece.data[place : place + numel]
+        # Not from the piece's first run on: a part of stacked experts has a run for each row of each expert.
+        edges = (place_in(piece.box, each) - piece.start for each in (run.source_start, run.source_start + run.numel))
+        place, stop = (min(max(each, 0), piece.data.numel()) for each in edges)
+        for first, numel in runs_in(piece.box, piece.start + place, stop - place) if place < stop else ():
+            yield run.start + first - run.source_start, piece.data[place : place + numel]
+            place += numel
 
 
 def _whole_tensors(

@@ -40,8 +40,8 @@ def encode(value: Any, path: str, *, keeps_pieces: bool = False) -> tuple[Any, d
     for name in () if keeps_pieces else tensors:
         if piece_of(tensors[name]) is not None:
             raise CheckpointError(
-                f"{name} is one rank's piece of a sharded tensor. Average weights in a second sharded model with "
-                "streamshard.optim.update_parameters, or in an object with state_dict() in extra="
+                f"{name} is one rank's piece of a sharded tensor. Average weights in torch's AveragedModel, made "
+                "before sharding, or in an object with state_dict() in extra="
             )
     return encoded, tensors
 
@@ -119,6 +119,20 @@ def _encode_dict(value: Mapping[Any, Any], path: str, tensors: dict[str, torch.T
         for key, each in value.items()
     ]
     return {_KIND: kind, "value": items}
+
+
+def with_pieces(saved: Any, own: Any) -> Any:
+    """JSON `saved`, with a piece in the place of each full tensor where JSON `own` of the same object has a piece.
+
+    One rank has saved averages of weights as full tensors, and each of several ranks takes its piece.
+    """
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [*map(with_pieces, saved, own)]
+    if not isinstance(saved, dict) or not isinstance(own, dict):
+        return saved
+    if (saved.get(_KIND), own.get(_KIND)) == ("tensor", "piece"):
+        return {**own, "tensor": saved["tensor"]}
+    return {key: with_pieces(each, own.get(key)) for key, each in saved.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -17,7 +17,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
@@ -59,12 +59,9 @@ class LocalDirectory(Storage):
     def is_link(self, name: str) -> bool:
         return (self.path / name).is_symlink()
 
-    def sizes(self) -> Callable[[str], int]:
-        def size_bytes(name: str) -> int:
-            with open_regular(self.path / name) as file:
-                return os.fstat(file.fileno()).st_size
-
-        return size_bytes
+    def size(self, name: str) -> int:
+        with open_regular(self.path / name) as file:
+            return os.fstat(file.fileno()).st_size
 
     def read(self, *ranges: tuple[str, int, int]) -> list[bytes]:
         found = []

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from streamshard.checkpoint.storage import CHUNK_BYTES, MANIFEST_NAME, Partial, Storage, Url, Write
@@ -97,15 +98,12 @@ class ObjectStore(Storage):
     def is_file(self, name: str) -> bool:
         return self._entries().get(name, -1) >= 0
 
-    def sizes(self) -> Callable[[str], int]:
-        entries = self._entries()
+    _sizes = functools.cached_property(_entries)
 
-        def size_bytes(name: str) -> int:
-            if name not in entries:
-                raise FileNotFoundError(errno.ENOENT, "No such object", self.path / name)
-            return entries[name]
-
-        return size_bytes
+    def size(self, name: str) -> int:
+        if name not in self._sizes:
+            raise FileNotFoundError(errno.ENOENT, "No such object", self.path / name)
+        return self._sizes[name]
 
     def read(self, *ranges: tuple[str, int, int]) -> list[bytes]:
         names, starts, stops = ([*each] for each in zip(*ranges, strict=True))

@@ -25,15 +25,15 @@ from streamshard.checkpoint.run_parts import Sharded, class_name
 from streamshard.comm.communicator import Communicator
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_of_both
+from streamshard.core.optimizer_hooks import take_over_state
 from streamshard.core.optimizer_kinds import params_in, steps_whole
 from streamshard.core.params import Param
-from streamshard.core.state_pieces import take_over_state
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError
-from streamshard.forms import part_of
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _MESSAGE_BYTES = 1 << 26
+_HAS_STEPPED = "has stepped"
 _REL_TOLERANCE = 1e-6  # two machines may round the cosine of a schedule differently
 
 
@@ -136,8 +136,7 @@ def _own_pieces(tensors: Mapping[str, torch.Tensor], param: Param, moments: Coll
         if name not in moments and not (is_part(name) and math.prod(extent.local_shape) == data.numel()):
             others.append(name)
         elif not param.local.start or extent.shape != extent.local_shape:  # the first rank saves a tensor that all have
-            place = extent.start, data.reshape(-1), extent.box, not param.piece.counts
-            own.append(TensorPiece(name, extent.shape, *place))
+            own.append(TensorPiece.of(name, extent, data.reshape(-1)))
     if others:
         raise ShardingError(
             f"{', '.join(sorted(others))}: tensors without one number for each element of the parameter, which ranks "
@@ -175,67 +174,43 @@ def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communica
     doing = "compare options of the optimizer"
     if ranks.are_equal(doing, json.dumps(options, sort_keys=True)):
         return
-    known = _Known(name)
-    for rank, theirs in enumerate(ranks.gather_objects(doing, options)):
-        groups = theirs["param_groups"]
-        known.add(rank, "the optimizer", {"number of groups": len(groups)})
+    told: list[dict[str, Any]] = []
+    for groups in (theirs["param_groups"] for theirs in ranks.gather_objects(doing, options)):
+        told.append({"the optimizer": {"number of groups": len(groups)}})
         for number, own in enumerate(groups):
             compared = {key: each for key, each in own.items() if key not in _CHANGE_NO_NUMBER}
-            known.add(rank, f"group {number}", {**compared, "params": sorted(own["params"])})
+            told[-1][f"group {number}"] = {**compared, "params": sorted(own["params"])}
+    join_states(name, told)
 
 
 def join_states(name: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """JSON of the state of all parameters, by the parameter's name.
+    """JSON of what ranks say of an optimizer: by parameter or group, and by key.
 
     Args:
         name: the optimizer's name.
         states: by rank, see `LocalState`.
 
     Raises:
-        RankMismatchError: ranks have taken different numbers of steps. Names the state, the parameter, and the values
-            of two ranks.
+        RankMismatchError: ranks say something else, such as other numbers of steps. Names the key, the parameter, and
+            the values of two ranks.
     """
-    known, steps = _Known(name), _Known(name)
+    known: dict[str, dict[str, Any]] = {}
+    first: dict[tuple[str, str], int] = {}  # the first rank that has said so
     for rank, state in enumerate(states):
-        for param, own in state.items():
-            steps.add(rank, param, {"has stepped": bool(own)})
-            known.add(rank, param, own)
-    return known.values
-
-
-class _Known:
-    """What ranks say of an optimizer, of which later ranks may not say something else.
-
-    Args:
-        name: the optimizer's name.
-
-    Attributes:
-        values: by parameter or group, and by key.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.values: dict[str, dict[str, Any]] = {}
-        self._first: dict[tuple[str, str], int] = {}  # the first rank that has said so
-
-    def add(self, rank: int, where: str, found: Mapping[str, Any]) -> None:
-        """Compare what rank number `rank` says with what is known, and add what is new.
-
-        Raises:
-            RankMismatchError: names the two ranks and their values.
-        """
-        known = self.values.setdefault(where, {})
-        if found == known:  # soon: thousands of ranks have pieces of one parameter
-            return
-        for key, value in found.items():
-            first, wanted = self._first.setdefault((where, key), rank), known.setdefault(key, value)
-            if not _are_close(value, wanted):
-                raise RankMismatchError(
-                    f"{self._name}: {key!r} of {where} is {_shown(wanted)} on rank {first} and {_shown(value)} on rank "
-                    f"{rank}, so ranks step their pieces differently. Nothing is written. Use the same options and "
-                    "take the same steps on all ranks; average a loss over ranks before a schedule uses it. Or save "
-                    "without this optimizer"
-                )
+        for where, own in state.items():
+            values, found = known.setdefault(where, {}), {_HAS_STEPPED: bool(own), **own}
+            if found == values:  # soon: thousands of ranks have pieces of one parameter
+                continue
+            for key, value in found.items():
+                other, wanted = first.setdefault((where, key), rank), values.setdefault(key, value)
+                if not _are_close(value, wanted):
+                    raise RankMismatchError(
+                        f"{name}: {key!r} of {where} is {_shown(wanted)} on rank {other} and {_shown(value)} on rank "
+                        f"{rank}, so ranks step their pieces differently. Nothing is written. Use the same options and "
+                        "take the same steps on all ranks; average a loss over ranks before a schedule uses it. Or "
+                        "save without this optimizer"
+                    )
+    return {where: {key: own[key] for key in own if key != _HAS_STEPPED} for where, own in known.items()}
 
 
 def _shown(value: Any) -> Any:
@@ -419,5 +394,4 @@ def _piece_of(full: Mapping[str, torch.Tensor], param: Param | None, name: str, 
         advice = "load state of an optimizer of the same parameters"
         shapes = f"has shape {tuple(whole.shape)}, {param.name!r} has {param.piece.shape}"
         raise ShardingError(f"optimizer state {name!r} {shapes}: {advice}")
-    part = part_of(whole, extent.box).reshape(-1)[extent.start :][: math.prod(extent.local_shape)]
-    return part.view(extent.local_shape).to(where, copy=True)
+    return extent.cut(whole).to(where)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.checkpoint.block_state import extent_of, put_together
-from streamshard.checkpoint.directory import is_gone, open_intact
+from streamshard.checkpoint.directory import open_intact
 from streamshard.checkpoint.disk_layout import TensorPiece, fill_buffers, local_pieces, saved_names
-from streamshard.checkpoint.json_codec import CPU, decode
+from streamshard.checkpoint.json_codec import CPU, decode, encode, with_pieces
 from streamshard.checkpoint.manifest import CheckpointFiles, name_of_replica
 from streamshard.checkpoint.optimizer_state import owner_ranks, steps_here
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, class_name, facts_of, has_state
@@ -99,12 +99,7 @@ def load_checkpoint(
         for _, engine in parts.models.values() if parts.optimizers else ():
             if engine.host is not None:
                 loading.enter_context(engine.host.loading())
-        try:
-            plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files, passed_over), at=path)
-        except CheckpointError:
-            if is_gone(path, ranks):
-                return load_checkpoint(directory, model, optimizer, extra)
-            raise
+        plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files, passed_over), at=path)
         run_on_all_ranks(ranks, "load", lambda: [act() for act in plan.loads], at=path)
         # From here on only the storage itself can fail.
         doing, half = "finish loading", f"{path}, and a part of it is loaded now: load again before going on"
@@ -227,23 +222,21 @@ class LoadPlan:
         extent = extent_of(saved, shard, found.shape)
         shape = extent.local_shape if found.shape == extent.shape else (0,)  # else `_plan_piece` notes the mismatch
         piece = torch.empty(shape, dtype=found.dtype, device=shard.sharded.device)
-        self._plan_piece(
-            f"{name}: {saved!r}", TensorPiece(tensor, extent.shape, extent.start, piece.view(-1), extent.box)
-        )
+        self._plan_piece(f"{name}: {saved!r}", TensorPiece.of(tensor, extent, piece))
         return piece
 
     def _load_piece(self, what: str, tensor: str, of: str) -> torch.Tensor:
         """This rank's piece of a saved tensor in an object of the user's. It is cut as the parameter `of`."""
-        params = (param for _, engine in self._parts.models.values() for param in engine.params)
         found = self._tensors[tensor]
-        param = next((each for each in params if each.name == of and each.piece.shape == found.shape), None)
-        if param is None:
-            self._wrong.append(f"{what}: {tensor!r} is cut as parameter {of!r} of shape {list(found.shape)}")
-            return torch.empty(0)
-        piece = param.piece
-        local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.sharded.device)
-        copy_ranges(self._files.find(tensor, piece.start, local.view(-1), piece.box))
-        return ShardedTensor.wrap(local, piece)
+        params = ((engine, param) for _, engine in self._parts.models.values() for param in engine.params)
+        for engine, param in params:
+            if param.name == of and (piece := param.piece).shape == found.shape:
+                local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.sharded.device)
+                tensor = self._of_replica(engine, tensor)
+                copy_ranges(self._files.find(tensor, piece.start, local.view(-1), piece.box))
+                return ShardedTensor.wrap(local, piece)
+        self._wrong.append(f"{what}: {tensor!r} is cut as parameter {of!r} of shape {list(found.shape)}")
+        return torch.empty(0)
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
@@ -252,8 +245,6 @@ class LoadPlan:
             saved, key = trees[name], name.removeprefix("extra.")
             if name not in mine and key == name:
                 continue  # not asked for
-            if len(saved) not in (1, self._files.manifest.world_size):
-                raise CheckpointError(f"{name!r} has values of {len(saved)} ranks")
             told = f"{name!r} differs between the {len(saved)} ranks that saved it"
             if len(saved) in (1, ranks.total_size):
                 self._plan_tree(name, saved[ranks.total_rank if len(saved) > 1 else 0])
@@ -267,8 +258,13 @@ class LoadPlan:
                 self._plan_tree(name, saved[0])
 
     def _plan_tree(self, name: str, saved: Any) -> None:
-        value = decode(saved, self._files.read_whole, self._device, partial(self._load_piece, name))
         mine: Any = self._parts.trees.get(name)
+        params = (param for _, engine in self._parts.models.values() for param in engine.params)
+        cut = {param.piece.shape for param in params if not param.piece.is_ordinary}
+        # Not of every object: a data loader's state_dict() may start its workers.
+        if has_state(mine) and any(self._tensors[each].shape in cut for each in self._tensors if each.startswith(name)):
+            saved = with_pieces(saved, encode(mine.state_dict(), name, keeps_pieces=True)[0])
+        value = decode(saved, self._files.read_whole, self._device, partial(self._load_piece, name))
         if has_state(mine):
             self.loads.append(partial(mine.load_state_dict, value))
             value = mine

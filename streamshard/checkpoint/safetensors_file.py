@@ -14,7 +14,6 @@ row, always change the checksum.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 
 from streamshard.checkpoint.storage import CHUNK_BYTES, Location, Storage, storage_of
 from streamshard.config import is_utf8
@@ -40,24 +40,9 @@ _BATCH_BYTES = 64 << 20  # of ranges that are read at once
 _HEADER_BYTES = 1 << 16  # what is asked for first; most headers are shorter
 _MAX_HEADER_BYTES = 100_000_000  # as in the library
 
-# In the order of a file's tensors.
-_DTYPE_NAMES = {
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+# In the order of a file's tensors. Not all of the library's: its earlier versions do not read the others.
+_IDS = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
+_DTYPE_NAMES: dict[Any, str] = {_TYPES[name]: name for name in _IDS}
 
 
 # ------------------------------------------------------------------------------------------------ layout
@@ -303,7 +288,6 @@ class OpenFiles:
         self.root = root
         self.storage = storage_of(root)
         self._opened: dict[str, Any] = {}
-        self._sizes = functools.cache(self.storage.sizes)
 
     def open(self, name: str) -> Any:
         """The library's ``safe_open`` of a file, or a `_RangedFile`.
@@ -317,7 +301,7 @@ class OpenFiles:
                 if (path := self.storage.mapped(name)) is not None:
                     self._opened[name] = safe_open(path, framework="pt")
                 else:
-                    self._opened[name] = _RangedFile(self.storage, name, self._sizes()(name))
+                    self._opened[name] = _RangedFile(self.storage, name, self.storage.size(name))
             except (OSError, *_MALFORMED) as error:  # from None: a traceback may hold commands
                 if is_shortage(error):
                     raise

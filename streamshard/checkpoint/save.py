@@ -13,7 +13,6 @@ This module owns the process groups of saves in the background, `saving.py` the 
 from __future__ import annotations
 
 import datetime
-import functools
 import math
 import os
 from collections import Counter
@@ -35,7 +34,7 @@ from streamshard.checkpoint.optimizer_state import (
     refuse_other_options,
     settle,
 )
-from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, facts_of, has_state
+from streamshard.checkpoint.run_parts import Models, Optimizers, RunParts, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import FileRecord, digest_of, lay_out, write_file
 from streamshard.checkpoint.saving import Saving, finish_running, start_saving
 from streamshard.checkpoint.storage import Location, parse_location, storage_of
@@ -81,7 +80,7 @@ def save_checkpoint(
         optimizer: an optimizer of the model's parameters, or a dict of optimizers.
         extra: by name, objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, a gradient scaler,
             a data loader or a plain module, and values (numbers, strings, lists, dicts, tensors, arrays). All ranks
-            pass the same names. Their objects and values may differ: see `load_checkpoint`. Rank 0 logs which do.
+            pass the same names. Their objects and values may differ: see `load_checkpoint`.
         keep: number of checkpoints to keep. Older ones are deleted when the new one is complete. None: keep all.
         step: the checkpoint's number, as in ``checkpoint-1000``. None: one more than the largest in `directory`. If
             ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``: nothing is overwritten. On object
@@ -185,8 +184,6 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     for name, state in states.items():
         refuse_other_options(name, state.options, ranks)
     differing = _differing(found)
-    if ranks.is_first and (named := ", ".join(sorted(differing - {RANDOM}))):
-        _say_what_differs(named)
     trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True) for name in differing}
     mine = {name: own.state for name, own in states.items()}, {name: trees[name][0] for name in differing}
 
@@ -222,15 +219,6 @@ def _differing(found: Sequence[Mapping[str, tuple[str, bool]]]) -> set[str]:
     if cut := sorted(name for name in differing if any(theirs[name][1] for theirs in found)):
         raise CheckpointError(f"{', '.join(cut)} has pieces of parameters, and other values that differ between ranks")
     return differing
-
-
-@functools.cache  # once per process
-def _say_what_differs(names: str) -> None:
-    log.warning(
-        "%s: values differ between ranks. Each of as many ranks gets its own back; on another number of ranks they are "
-        "in load_checkpoint(..).by_rank",
-        names,
-    )
 
 
 # ------------------------------------------------------------------------------------------------ in the background

@@ -42,24 +42,18 @@ class StopOnSignal:
         model: made by `StreamShard`; its ranks stop together.
         signals: their numbers. Their handlers are replaced until the context ends, or until `close`. An object that is
             made later takes the place of an earlier one.
-        every: ranks exchange signals in each n-th call of `requested`.
 
     Raises:
         ConfigError: an argument has a wrong value, or this is not the main thread, which alone can handle signals.
         ShardingError: `model` is not sharded.
     """
 
-    def __init__(
-        self, model: nn.Module, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1), *, every: int = 1
-    ) -> None:
+    def __init__(self, model: nn.Module, signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
         self._ranks = engine_of(model).ranks
-        if not isinstance(every, int) or every < 1:
-            raise ConfigError(f"every={every!r}: wanted an integer of at least 1")
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "StopOnSignal handles signals, which Python allows in the main thread only: make it there"
             )
-        self._every, self._calls = every, 0
         self._noted = 0  # the largest number of a signal that has come to this rank
         self._agreed = 0  # the same, of all ranks
         self._before: dict[int, Any] = {}
@@ -77,15 +71,14 @@ class StopOnSignal:
             ) from error
 
     def requested(self) -> bool:
-        """Whether a signal has come to any rank. The same on all ranks. Call it on every rank, once after each step.
+        """Whether a signal has come to any rank. The same on all ranks. Call it on every rank after the same steps.
 
         Ranks wait for each other, without using a device, until one call has returned True.
 
         Raises:
             CommunicationError: a rank is missing.
         """
-        self._calls += 1
-        if not self._agreed and self._calls % self._every == 0:
+        if not self._agreed:
             noted = self._ranks.gather_objects("ask for signals", self._noted)
             self._agreed = max(noted)
             if self._agreed and self._ranks.is_first:

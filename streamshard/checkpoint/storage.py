@@ -14,15 +14,11 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from streamshard.config import parse_path, parse_url
-from streamshard.errors import CheckpointError
 
 MANIFEST_NAME = "checkpoint.json"
 
 CHUNK_BYTES = 8 << 20
 """Bytes per checksum and per request, and the extra memory of a copy from a device or into another dtype."""
-
-MAX_TEXT_BYTES = 1 << 30
-"""The largest manifest, index or metadata. A manifest of ten thousand ranks has 0.2 GB."""
 
 _NAME = re.compile(r"checkpoint-(\d{1,18})(?!\d)(-\d+|\.[0-9a-f]{8})?")
 
@@ -113,20 +109,19 @@ class Storage(Protocol):
         """Whether the user's link has this name."""
         return False
 
-    def sizes(self) -> Callable[[str], int]:
-        """A function that gives the bytes of a file. It raises FileNotFoundError if there is no such file."""
+    def size(self, name: str) -> int:
+        """The bytes of a file. An `ObjectStore` lists them once. Raises FileNotFoundError if there is no such file."""
 
     def read(self, *ranges: tuple[str, int, int]) -> list[bytes]:
         """Bytes [start, stop) of files, given the name, start and stop of each range. No range is empty."""
 
     def read_text(self, name: str) -> bytes:
-        """The content of a manifest, an index or metadata. A sparse file of a petabyte takes no space on the disk.
+        """The content of a manifest, an index or metadata.
 
         Raises:
-            CheckpointError: it is not a regular file, or too large.
+            CheckpointError: it is not a regular file.
         """
-        if (n_bytes := self.sizes()(name)) > MAX_TEXT_BYTES:
-            raise CheckpointError(f"{self.path / name} has {n_bytes} bytes, wanted at most {MAX_TEXT_BYTES}")
+        n_bytes = self.size(name)
         return self.read((name, 0, n_bytes))[0] if n_bytes else b""
 
     def mapped(self, name: str) -> Path | None:

@@ -144,6 +144,11 @@ class Communicator(RankGroup):
         with self.waiting("an exchange of pieces"), self._beside_compute("pieces") as works:
             works.append(self.transport.start_all_to_all(exchange))
 
+    def average_now(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` [n] fp32 by its mean over these ranks. On return the compute stream can use the result."""
+        with self.waiting("an average over replicas"), self._beside_compute("weights to average") as works:
+            works.append(self.transport.start_average(tensor, None))
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0, *, is_part: bool = False) -> None:
         """Copy `tensor` of rank number `source` into `tensor` of every rank. Blocks.
 

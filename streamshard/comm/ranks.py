@@ -91,7 +91,7 @@ class RankGroup:
         self.replica = replica
         self.streams = streams or Streams(torch.device("cpu"))
         self.stream = stream
-        self.group_of, self._users_group_of = weak(shard_group), weak(group)
+        self.group_of, self.users_group_of = weak(shard_group), weak(group)
         self._is_fake = group is not None and dist.get_backend(group) == "fake"  # torch's: the other ranks do not exist
         self._meeting = meeting
         self._timeout = timeout
@@ -107,7 +107,7 @@ class RankGroup:
         Raises:
             CommunicationError: the group has been destroyed.
         """
-        return alive(self._users_group_of)
+        return alive(self.users_group_of)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -117,7 +117,7 @@ class RankGroup:
     def refuse_destroyed(self) -> None:
         """Raise as `users_group` does. Ranks that share memory could go on, and the ends of their waits could not."""
         if self.total_size > 1:
-            alive(self._users_group_of)
+            alive(self.users_group_of)
 
     def waiting(self, action: str, subject: str = "") -> RankWait:
         """A context around collectives, and around waits for them. See `RankWait`."""
@@ -268,7 +268,7 @@ class RankGroup:
 
     def close(self, *, users_too: bool = False) -> None:
         """Close StreamShard's own groups; with `users_too` the user's group as well."""
-        groups = [group for of in (self.group_of, self._users_group_of) if (group := of()) is not None]
+        groups = [group for of in (self.group_of, self.users_group_of) if (group := of()) is not None]
         close_connections(*groups, users_too=users_too)
 
 

@@ -335,11 +335,9 @@ class SharedMemoryTransport(PairwiseTransport):
         while self._started:
             number, written = self._own.counters[Counter.SUMMED], self._own.written
             place = number % len(written)
-            if any(
-                each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]
-                for each in self._buffers
-            ):
-                return  # if ranks differ, the wait in `sum_until` raises
+            for each in self._buffers:
+                if each.counters[Counter.WRITTEN] <= number or each.written[place] != written[place]:
+                    return  # if ranks differ, the wait in `sum_until` raises
             self.sum_until(number + 1, for_all=False)
 
     def sum_until(self, count: int, *, for_all: bool) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from streamshard.config import Precision
 from streamshard.core.edge import (
+    OutsideParameters,
     Watched,
     ask_for,
     compute_in_fp32,
@@ -24,7 +25,6 @@ from streamshard.core.edge import (
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.graph_hooks import register_gradient_hooks, register_tied_hook
 from streamshard.core.module_state import Handle, refuse_in_pass
-from streamshard.core.outside import OutsideParameters
 from streamshard.core.params import Param
 from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
@@ -58,10 +58,10 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             places[param.sharded] = unit.index, index
             if not param.form.inner:
                 param.unsharded.__dict__ = param.sharded.__dict__  # an attribute that the user sets on one is on both
+        layer = "" if unit is engine.root_unit else type(found[unit.index].modules[0]).__name__
+        unit.guard.ask = ask_for(engine_of, unit.index, layer)
         if unit is not engine.root_unit:
-            layer = type(found[unit.index].modules[0]).__name__
-            unit.guard.ask = ask_for(engine_of, unit.index, layer)
-            unit.guard.set_present(False, marks=False)
+            unit.guard.set_present(False)
     for name, module in modules_of(root):
         own = [shards[param] for param in module._parameters.values() if param is not None]
         module.__dict__.update(item for param in own for item in param.form.prepare().items())
@@ -89,7 +89,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             dtype = _input_dtype(module, engine.precision, in_fp32)
             computing = inside if module in layers else [module]
             looks_up = any(isinstance(each, nn.Embedding) for each in computing)
-            handle = Handle(engine, layers.get(module), units, dtype, None, looks_up, tied.get(module))
+            may_save = type(module) is not nn.Embedding
+            handle = Handle(engine, layers.get(module), units, dtype, None, looks_up, may_save, tied.get(module))
             if module is root:
                 output_dtype = engine.precision.output_dtype
                 handle = handle._replace(output_dtype=output_dtype, is_root=True, members=members)
@@ -118,15 +119,17 @@ def _tied_heads(root: nn.Module, engine: Engine, engine_of: Callable[[], Engine 
             engine.tied.append(head)
             found.update(dict.fromkeys(heads, head))
     if found:
-        unit.guard.ask = functools.partial(_read_behind_head, engine_of)
+        unit.guard.ask = functools.partial(_read_behind_head, engine_of, unit.guard.ask)
     return found
 
 
-def _read_behind_head(engine_of: Callable[[], Engine | None], name: str) -> None:
-    if (engine := engine_of()) is not None:
-        for head in engine.tied:
-            if head.param.name == name:
-                head.read()
+def _read_behind_head(engine_of: Callable[[], Engine | None], ask: Callable[[str], object], name: str) -> None:
+    if (engine := engine_of()) is None or engine.current is None or engine.root_unit.guard.is_gone:
+        ask(name)  # raises
+        return
+    for head in engine.tied:
+        if head.param.name == name:
+            head.read()
 
 
 def _input_dtype(module: nn.Module, precision: Precision, in_fp32: InFp32) -> torch.dtype | None:
@@ -199,18 +202,12 @@ def _before_loading(
                 f"load_state_dict() of {shard.name!r}, a {type(value).__name__}, which is packed: leave packed weights "
                 "out (strict=False) if the model has the same, else load a checkpoint, streamshard.load_checkpoint"
             )
-        if param.shape == value.shape:
+        if value.shape in (param.shape, param.shape or (1,)):  # torch loads shape [1] into a scalar
             engine.fill([shard.name])
             if not isinstance(value, ShardedTensor) and isinstance(form_of(value), DTensorForm):
                 value = state_dict[name] = cast(Any, value).full_tensor()  # collective, as all of load_state_dict
             if piece_of(param) is not None and not isinstance(value, ShardedTensor):
                 state_dict[name] = ShardedTensor.wrap(shard.piece.cut(value), shard.piece)
-            continue
-        others[-1].append(  # error messages
-            f"StreamShard: {shard.name!r} has shape {shard.piece.shape}, in the state dict it has "
-            f"{tuple(value.shape)}. Wanted are full tensors, from full_state_dict() or an unsharded model"
-        )
-        state_dict[name] = param.detach()  # copies the parameter to itself, so torch reports no other shape
     for key, buffer in module._buffers.items():
         value = None if key in module._non_persistent_buffers_set else state_dict.get(prefix + key)
         if buffer is not None and isinstance(value, torch.Tensor) and value.shape == buffer.shape:

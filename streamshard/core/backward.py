@@ -79,15 +79,12 @@ class Backward(Phase):
         engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
         for unit in engine.units:
             unit.copy_trainability()
-            unit.grads.resume()
+            if unit.grads.has_unreduced:
+                unit.grads.resume()
         engine.progress.is_unreached = False
         self._follows_step = engine.progress.has_stepped
         engine.progress.has_stepped = False  # hooks may step inside this backward
-        engine.reductions.begin(
-            is_synced=engine.is_synced,
-            reduces=not self._leaves_unreduced,
-            scale=engine.inputs.grad_scale,
-        )
+        engine.reductions.begin(is_synced=engine.is_synced, reduces=not self._leaves_unreduced)
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
         for head in engine.tied:
@@ -122,7 +119,8 @@ class Backward(Phase):
         if graph.plan is not plan:
             refuse_moved(engine)
         for index, versions in graph.versions.items():
-            refuse_changed(engine.units[index], versions)
+            if versions != engine.units[index].versions():
+                refuse_changed(engine.units[index], versions)
         engine.issue(self._schedule.advance_to(0))
         for index in graph.versions:
             unit = engine.units[index]
@@ -131,7 +129,8 @@ class Backward(Phase):
     def need(self, use: Use) -> None:
         """Backward is about to read the weights of a unit: put them in place (rule 1)."""
         self.enter(use.graph)
-        refuse_changed(use.unit, use.versions)
+        if use.versions != use.unit.versions():
+            refuse_changed(use.unit, use.versions)
         if use.graph is self.graph and not use.is_inside:
             if use.is_first:
                 self._waiting.discard(use.unit.index)
@@ -148,7 +147,7 @@ class Backward(Phase):
         else:
             self._unbound.add(unit)
         if unit.guard.is_gone:
-            unit.guard.begin_use()
+            unit.guard.set_present(True)
 
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
@@ -222,8 +221,10 @@ class Backward(Phase):
                 unit.release()
         self._unbound.clear()
         self._computing = None
-        engine.issue(self._schedule.finish())
-        engine.reductions.start_late(engine.units[1:])
+        engine.issue(self._schedule.advance_to())
+        for unit in engine.units[1:]:  # whose gradients came after their reduction
+            if unit.index in engine.reductions.made:
+                engine.reductions.start(unit)
 
     def finish(self) -> None:
         """Autograd has run the whole graph: the last reductions, then gradients for the optimizer (rule 7)."""
@@ -233,10 +234,10 @@ class Backward(Phase):
         if engine.ends is not None:
             engine.ends.end_backward([*self._closed, *filter(None, (self.graph,))])
         self._close_pass()
-        for head in engine.tied:
-            head.end()
         engine.root_unit.release()  # its gradients take the place of its weights
         engine.reductions.start(engine.root_unit)
+        for head in engine.tied:
+            head.end()
         engine.reductions.is_open = False
         engine.finish_reading()
         if self._leaves_to_replicas:
@@ -247,11 +248,10 @@ class Backward(Phase):
                 unit.grads.leave(is_trainable=unit.is_trainable)
             engine.phase = None
             return
-        given = engine.reductions.finish(follows_step=self._follows_step or engine.inputs.compares_steps)
+        given = engine.reductions.finish(follows_step=self._follows_step)
         engine.phase = None
         engine.reductions.used.refuse_out_of_step()
-        with engine.progress.calling_hooks():
-            call_hooks(given)  # last: a hook may step and clear the gradient
+        call_hooks(given, engine.progress)  # last: a hook may step and clear the gradient
 
     def recover(self) -> None:
         """See `Phase`. Discard all gradients of the model: some are incomplete.
@@ -294,12 +294,12 @@ def refuse_moved(engine: Engine) -> NoReturn:
     )
 
 
-def refuse_changed(unit: Unit, versions: list[int]) -> None:
-    """Raise, as autograd does, if weights were changed in place since their forward."""
-    if versions != (now := unit.versions()):
-        changed = [param.name for param, was, is_ in zip(unit.params, versions, now, strict=True) if was != is_]
-        raise ShardingError(
-            f"parameter {changed[0]!r} was modified by an inplace operation (optimizer.step(), load_state_dict, "
-            ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "
-            "weights: run the backward first, or the forward again"
-        )
+def refuse_changed(unit: Unit, versions: list[int]) -> NoReturn:
+    """Raise, as autograd does: weights were changed in place since their forward, when they had these `versions`."""
+    pairs = zip(unit.params, versions, unit.versions(), strict=True)
+    changed = [param.name for param, was, now in pairs if was != now]
+    raise ShardingError(
+        f"parameter {changed[0]!r} was modified by an inplace operation (optimizer.step(), load_state_dict, "
+        ".copy_()) between a forward and its backward, whose gradients would mix old activations with new "
+        "weights: run the backward first, or the forward again"
+    )

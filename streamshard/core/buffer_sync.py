@@ -10,20 +10,20 @@ buffers that are registered later.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.errors import CommunicationError, RankMismatchError, ShardingError
+from streamshard.errors import ShardingError
 from streamshard.forms import DTensorForm, form_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 
 class _Place(NamedTuple):
-    """Where a buffer is registered, and its shape and dtype when it was last sent."""
+    """Where a buffer is registered, and its shape and dtype when the model was sharded."""
 
     owner: weakref.ref[nn.Module]
     key: str
@@ -66,15 +66,11 @@ class BufferSync:
             source: number of the rank that broadcasts its buffers.
 
         Raises:
-            ShardingError: a persistent buffer was removed, or has another shape or dtype on some ranks.
+            ShardingError: a persistent buffer was removed, or has another shape or dtype.
         """
         if self._is_due:
             self.sync(source)
         self._is_due = trains
-
-    def expect_changes(self) -> None:
-        """Buffers are changed outside of a forward: the next forward of the whole model broadcasts them."""
-        self._is_due = True
 
     def sync(self, source: int) -> None:
         """Broadcast the persistent buffers of rank number `source` now. Collective."""
@@ -83,40 +79,22 @@ class BufferSync:
         except ShardingError as error:
             self._ranks.fail(str(error))  # others are about to broadcast
             raise
-        known = ((name, place.shape, place.dtype) for name, place in self._state.items())
-        if changed := [name for name, *place in known if place != [buffers[name].shape, buffers[name].dtype]]:
-            self._agree({name: buffers[name] for name in changed})
         self._send(buffers.values(), source)
-
-    def _agree(self, changed: Mapping[str, torch.Tensor]) -> None:
-        """Accept new shapes and dtypes, such as observers get in their first forward, if all ranks have the same.
-
-        Collective: a rank that has the old ones broadcasts meanwhile, and all ranks raise.
-        """
-        now = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in changed.items()]
-        try:
-            found = self._ranks.gather_objects("compare buffers", now)
-        except (CommunicationError, RankMismatchError):
-            found = []  # the others do something else
-        if found != [now] * self._ranks.total_size:
-            alike = set(now).intersection(*found)
-            name = next((row[0] for row in now if row not in alike), now[0][0])
-            self._refuse(name, "has another shape or dtype by now, not the same on all ranks")
-        for name, buffer in changed.items():
-            self._state[name] = self._state[name]._replace(shape=buffer.shape, dtype=buffer.dtype)
 
     def _find(self, name: str, place: _Place) -> torch.Tensor:
         owner = place.owner()
         buffer = None if owner is None else owner._buffers.get(place.key)
-        return buffer if buffer is not None else self._refuse(name, "is gone")
+        if buffer is None or (buffer.shape, buffer.dtype) != (place.shape, place.dtype):
+            self._refuse(name, "is gone" if buffer is None else "has another shape or dtype by now")
+        return buffer
 
     def _refuse(self, name: str, now: str) -> NoReturn:
         place, (path, _, key) = self._state[name], name.rpartition(".")
         owner = f"model.get_submodule({path!r})" if path else "model"
         raise ShardingError(
-            f"buffer {name!r} was {tuple(place.shape)} {place.dtype}, and {now}: ranks broadcast persistent buffers. "
-            "Let all ranks change it alike. Or, before StreamShard(model), let each rank keep its own: "
-            f"{owner}.register_buffer({key!r}, {owner}.{key}, persistent=False)"
+            f"buffer {name!r} was {tuple(place.shape)} {place.dtype}, and {now}: ranks broadcast persistent buffers, "
+            "whose shapes stay. If a forward gives it its shape, run one before StreamShard(model). Or let each rank "
+            f"keep its own, before: {owner}.register_buffer({key!r}, {owner}.{key}, persistent=False)"
         )
 
     def _send(self, buffers: Iterable[torch.Tensor], source: int) -> None:

@@ -21,7 +21,6 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     order = float(norm_type)  # it may be the text "inf"
     if not order > 0.0:
         raise ConfigError(f"norm_type={norm_type!r}: wanted a number above 0, or inf")
-    engine.inputs.on_clipping(max_norm, norm_type)
     refuse_unreduced(params, "clip_grad_norm_")
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
     host = engine.host
@@ -32,7 +31,7 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     if filled and host is not None:
-        host.grads.multiply_all(filled, factor)
+        host.grads.multiply(filled, factor)
     elif filled:
         torch._foreach_mul_([*map(grad_of, filled)], factor)
     return total

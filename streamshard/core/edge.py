@@ -1,4 +1,4 @@
-"""Where torch calls a pass: calls of modules, and weights that code reads outside of their layer.
+"""Where torch calls a pass: calls of modules, tensors that autograd saves, and weights read outside of their layer.
 
 Each function here reports one such event to the pass under way. `streamshard.core.forward` and
 `streamshard.core.backward` decide what follows. Events of a backward are in `streamshard.core.graph_hooks`, hooks of
@@ -13,20 +13,21 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from streamshard.core.engine import Engine, Use
+from streamshard.core.engine import ROOT_UNIT, Engine, Use
 from streamshard.core.forward import Forward, begin_forward
 from streamshard.core.graph_hooks import need_weights, watch_lookups, watch_nodes
 from streamshard.core.module_state import Handle, handle_of
-from streamshard.core.saved_tensors import holding_back_weights, noting_weights
+from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.guards.modules import HANDLE, ShardedModule, change_class, watched_class
-from streamshard.guards.weights import refuse_read
+from streamshard.guards.weights import advice, refuse_absent, refuse_read
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import (
@@ -51,22 +52,6 @@ class Watched(ShardedModule):
         return call(handle, self, super().__call__, args, kwargs)
 
 
-class WatchedRoot(Watched):
-    """Comes before the class of a whole model."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Type checkers allow the attributes of any model: its class, StreamShard's subclass, is made at run time."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name != "module":
-                raise
-            raise AttributeError(
-                f"{error}: StreamShard makes no wrapper, use the model itself. To save it: export_safetensors(model, "
-                "directory), save_checkpoint(directory, model, optimizer), or model.full_state_dict()"
-            ) from None
-
-
 def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
     """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
     module.__dict__[HANDLE] = handle
@@ -81,8 +66,8 @@ def call_pass(
     handle: Handle, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
-    engine, micro_batch = handle.engine, handle.engine.micro_batch
-    if engine.current is not None and (micro_batch is None or micro_batch.is_inside):
+    engine, phase, micro_batch = handle.engine, handle.engine.phase, handle.engine.micro_batch
+    if phase is not None and phase.is_current and (micro_batch is None or micro_batch.is_inside):
         if handle.tied is None:
             output = call(*args, **kwargs)
         else:
@@ -135,8 +120,8 @@ def call_unit(
     assert unit is not None
     if micro_batch is not None:
         untraced(micro_batch.pause, unit)
-    phase = engine.current  # another one after the pause
-    if phase is None:  # called by itself, outside of the model's forward
+    phase = engine.phase  # another one after the pause
+    if phase is None or not phase.is_current:  # called by itself, outside of the model's forward
         return call_pass(handle, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)
     if engine.ranks.n_parts > 1:
         args, kwargs = untraced(waited, (args, kwargs))
@@ -152,7 +137,8 @@ def call_unit(
     # Sequence numbers are per thread. A recomputation may run in another thread than the forward.
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
-        if unit.weight_slot.is_shared and (outer is not None or unit.index in engine.plan.weightless):
+        may_save = handle.may_save_weights and unit.index in engine.plan.weightless
+        if unit.weight_slot.is_shared and (outer is not None or may_save):
             need = functools.partial(need_weights, engine)
             with holding_back_weights(use, need, *(outer or (keep, kept))):
                 output = call(*args, **kwargs)
@@ -247,6 +233,73 @@ def _warn_of_rounded_loss(output: Any, engine: Engine) -> None:
             )
 
 
+# -- what autograd saves of a layer's weights -------------------------------------------------------------------------
+
+
+@skip
+def holding_back_weights(
+    use: Use,
+    need: Callable[[Use], None],
+    pack_other: Callable[[torch.Tensor], Any],
+    unpack_other: Callable[[Any], torch.Tensor],
+) -> AbstractContextManager[None]:
+    """Saved-tensor hooks around a layer, inside the hooks of other code (checkpoints, ``save_on_cpu``).
+
+    Autograd does not check the versions of tensors that hooks have packed. So the other hooks get no weights of the
+    layer. Backward puts the weights in place when it unpacks one. If backward has none, saving one raises.
+
+    Args:
+        use: the call of the layer.
+        need: puts its weights in place.
+        pack_other, unpack_other: the hooks around the layer.
+    """
+    slot = use.unit.weight_slot
+
+    def pack(tensor: torch.Tensor) -> tuple[Any, Any]:
+        """Called in forward with each tensor that is saved."""
+        refuse_absent(tensor, use.unit.name)
+        if not slot.holds(tensor):
+            return pack_other(tensor), None
+        if use.unit.index in use.graph.plan.weightless:
+            name = use.unit.params[0].name
+            raise ShardingError(
+                f"backward needs the weight {name!r}, unlike in the first steps, when other layers have its buffer: "
+                f"keep it in place, {advice(name)}"
+            )
+        return tensor.detach(), use
+
+    @skip
+    def unpack(packed: tuple[Any, Any]) -> Any:
+        """Called in backward when a saved tensor is read."""
+        saved, is_weight = packed
+        if not is_weight:
+            return unpack_other(saved)
+        untraced(need, use)
+        return saved
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+@skip
+def noting_weights(
+    unit: Unit, saved: set[int], pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> AbstractContextManager[None]:
+    """Saved-tensor hooks around a layer of `unit`: add the unit to `saved` if backward will need its weights.
+
+    Args:
+        unit: resident.
+        saved: indices of units.
+        pack, unpack: the hooks around the layer, which are called too.
+    """
+
+    def note(tensor: torch.Tensor) -> Any:
+        if unit.weight_slot.holds(tensor):
+            saved.add(unit.index)
+        return pack(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(note, unpack)
+
+
 # -- weights that are read outside of their layer ---------------------------------------------------------------------
 
 
@@ -258,7 +311,8 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
 
     def ask(name: str) -> None:
         engine = engine_of()
-        if engine is None or (phase := engine.current) is None:
+        # The root unit is absent only when gradients have its slot, perhaps in a hook at the end of a backward.
+        if engine is None or (phase := engine.current) is None or index == ROOT_UNIT:
             raise ShardingError(
                 f"{name!r} was read inside a forward and is used after it, where every rank has its piece only: "
                 "compute with it inside, keep a clone(), or read it inside summon_full_params()"
@@ -279,6 +333,64 @@ def read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
     if phase is not None and (not owner.is_streamed or unit in engine.plan.ends):
         untraced(phase.read, owner)
     if engine.micro_batch is not None:
-        return engine.micro_batch.leaves_of(owner)[index]
+        leaf: nn.Parameter = engine.micro_batch.leaves_of(owner)[index]
+        return leaf
     unsharded: nn.Parameter = owner.params[index].unsharded
     return unsharded
+
+
+class OutsideParameters(dict[str, Any]):
+    """The ``_parameters`` dict of a module that is not bound: its sharded parameters.
+
+    Inside a pass a look-up gives the unsharded parameter. A resident unit is all-gathered first, a streamed unit's
+    parameter is absent ([Note: absent weights]). ``items()`` and ``values()`` all-gather nothing:
+    ``next(module.parameters()).dtype`` needs no weights.
+
+    Outside of a pass a look-up gives the sharded parameter, for optimizers, initialisations and logs. The sharded
+    parameter itself refuses computations that need the full tensor (see `streamshard.guards.sharded_tensor`).
+
+    Args:
+        params: name to sharded parameter.
+        places: by sharded parameter, the indices of its unit and of the parameter in the unit.
+        engine_of: returns the model's engine; weak, because the engine holds bindings of this dict.
+    """
+
+    __slots__ = ("_engine_of", "_places")
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter | None],
+        places: Mapping[nn.Parameter, tuple[int, int]],
+        engine_of: Callable[[], Engine | None],
+    ) -> None:
+        super().__init__(params)
+        self._engine_of = engine_of
+        self._places: dict[Any, tuple[int, int]] = {
+            param: places[param] for param in params.values() if param is not None
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        """The unsharded parameter `key` inside a pass, the sharded one outside."""
+        engine = self._engine_of()
+        place = self._places.get(self.get(key))
+        if place is not None and engine is not None and engine.current is not None:
+            return read_weight(engine, *place)
+        return super().__getitem__(key)
+
+    def items(self) -> Any:
+        """Unsharded parameters inside a forward, for ``module.parameters()``; else, as in backward's hooks, sharded."""
+        engine, items = self._engine_of(), super().items()
+        if engine is None or engine.phase is None or not engine.phase.is_forward:
+            return items
+        views = {param: engine.units[unit].params[index].unsharded for param, (unit, index) in self._places.items()}
+        return [(key, views.get(value, value)) for key, value in items]
+
+    def values(self) -> Any:
+        """As `items`."""
+        return [value for _, value in self.items()]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardingError(
+            f"a module with the parameters {', '.join(self)} is part of a model sharded by StreamShard, and cannot be "
+            "copied or pickled: they are pieces. Use full_state_dict()"
+        )

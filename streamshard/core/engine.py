@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
@@ -110,33 +108,6 @@ class Phase(Protocol):
         """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
 
 
-class PausingForward(Protocol):
-    """A forward that takes turns with others: see `streamshard.layer_major.micro_batch`.
-
-    Attributes:
-        is_inside: it is inside a call of the model.
-        unit: the unit before whose layer it has paused last.
-    """
-
-    is_inside: bool
-    unit: Unit | None
-
-    def pause(self, unit: Unit) -> None:
-        """It is about to call a layer of `unit`: wait for its turn."""
-
-    def leaves_of(self, unit: Unit) -> list[nn.Parameter]:
-        """The parameters of `unit` that it computes with, in order."""
-
-    def cut_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a layer, under new graph nodes."""
-
-    def cut_output(self, output: Any) -> Any:
-        """The output of a layer, under new graph nodes."""
-
-    def calling(self) -> AbstractContextManager[None]:
-        """Inside a call of the model."""
-
-
 _ALL_KINDS = (True, False)
 
 
@@ -171,26 +142,6 @@ class Changes:
         self._versions = {}
 
 
-class Inputs:
-    """Every rank has inputs. `streamshard.integrations.join` replaces this object while ranks may run out of them.
-
-    Attributes:
-        grad_scale: multiplies gradients before they are reduced.
-        buffer_source: number of the rank that sends its buffers to all ranks.
-        compares_steps: this object compares the ranks' steps, so that backward need not.
-    """
-
-    compares_steps = False
-    grad_scale = 1.0
-    buffer_source = 0
-
-    def before_pass(self) -> None:
-        """A forward pass begins. May be collective."""
-
-    def on_clipping(self, max_norm: object, norm_type: float) -> None:
-        """``model.clip_grad_norm_`` was called."""
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Engine:
     """Streams units through slots.
@@ -218,7 +169,7 @@ class Engine:
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.
-        inputs: asked before each pass, see `Inputs`.
+        inputs: the `UnevenInputs` that announces passes, inside Join; else None.
         tied: the heads that share their weights with embeddings.
         ends: watches how the first passes use embedding and head; None once that is decided.
         is_summoned: parameters hold full tensors, inside ``summon_full_params``, so that no pass may begin.
@@ -251,12 +202,12 @@ class Engine:
         self.progress = self.reductions.progress
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
-        self.inputs = Inputs()
+        self.inputs: Any = None
         self.ends: Ends | None = None
         self.tied: list[TiedHead] = []
         self.is_summoned = False
         self.is_loss_unseen = True
-        self.micro_batch: PausingForward | None = None
+        self.micro_batch: Any = None  # a `streamshard.layer_major.micro_batch.MicroBatch`
         self.sums: Any = None
         self.empty: dict[str, None] = {}
         self.profiler = ProfilerNames(self.streams, [unit.layout.name or "root" for unit in self.units])
@@ -264,14 +215,6 @@ class Engine:
         self._ending = self.ranks.waiting("waiting for all ranks at the end of a pass")
         self.resident = [unit for unit in self.units[1:] if not unit.is_streamed]
         self.weights_written = Fence(self.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights")
-
-    @property
-    def communicators(self) -> list[Communicator]:
-        """All ranks that this rank exchanges units' bytes with: its shard group, experts, replicas."""
-        axes = (self.reductions.replicas, self.outer)
-        flats = (flat for unit in self.units for flat in unit.flat_params)
-        of_units = (ranks for flat in flats for ranks in (flat.ranks, flat.gather_ranks))
-        return list(dict.fromkeys([self.ranks, *of_units, *(axis.ranks for axis in axes if axis is not None)]))
 
     @property
     def params(self) -> list[Param]:
@@ -299,10 +242,8 @@ class Engine:
 
     # -- embedding and head ---------------------------------------------------------------------------------------
 
-    def watch_ends(self) -> None:
+    def watch_ends(self, ends: Ends) -> None:
         """A pass begins: decide whether embedding and head take turns with the blocks, or watch how it uses them."""
-        if (ends := self.ends) is None:
-            return
         if self.order.is_settled and torch.is_grad_enabled():
             self._join(ends.decide(self.order.order, self.plan, self.ranks))
             if ends.is_decided:
@@ -376,7 +317,11 @@ class Engine:
         # Of one rank, versions do not count writes through ``.data``.
         trusts_all = self.are_weights_current and not self.is_whole
         for unit in self.units:
-            unit.expire(changed if trusts_all or unit.home is not None else _ALL_KINDS)
+            slot, kinds = unit.weight_slot, changed if trusts_all or unit.home is not None else _ALL_KINDS
+            if slot.content != unit.index or not unit.params:  # another unit's weights stay
+                continue
+            if any(flat.kind.trains in kinds for flat in unit.flat_params):
+                slot.move(WeightState.EMPTY, None)
         return changed
 
     def check_structure(self) -> None:

@@ -32,17 +32,21 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
         RankMismatchError: see `refuse_other_inputs`.
         CommunicationError: the process group has been destroyed.
     """
-    engine.recover()
+    if engine.phase is not None:
+        engine.phase.recover()
     _refuse_pass(engine)
     if is_profiled() or engine.profiler.is_on:
         engine.profiler.look()
-    engine.inputs.before_pass()
-    engine.watch_ends()
+    if engine.inputs is not None:
+        engine.inputs.before_pass()
+    if engine.ends is not None:
+        engine.watch_ends(engine.ends)
     if engine.ranks.n_parts > 1 and is_whole_model and torch.is_grad_enabled() and not engine.order.is_settled:
         refuse_other_inputs(engine.ranks, inputs)
     if is_whole_model and engine.buffers.are_sent:
         trains = torch.is_grad_enabled() and engine.is_synced
-        engine.buffers.before_pass(trains=trains, source=engine.inputs.buffer_source)
+        source = 0 if engine.inputs is None else engine.inputs.buffer_source
+        engine.buffers.before_pass(trains=trains, source=source)
     engine.check_structure()
     for unit in engine.units:
         unit.guard.check()
@@ -53,7 +57,6 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     if engine.outer is not None:
         engine.outer.begin_pass(engine.units, changed)
     forward = Forward(engine, units)
-    forward.begin()
     for head in engine.tied:
         head.put_back()
     engine.phase = forward
@@ -77,11 +80,12 @@ def _refuse_pass(engine: Engine) -> None:
         engine.refuse_empty("a forward")
     if engine.host is not None:
         engine.host.refuse_failed()
-    engine.ranks.refuse_destroyed()
+    if engine.ranks.users_group_of() is None:
+        engine.ranks.refuse_destroyed()
 
 
 class Forward(Phase):
-    """See `begin_forward`.
+    """See `begin_forward`. Issues the first all-gathers, and binds the root unit.
 
     Args:
         engine: the model's.
@@ -101,13 +105,6 @@ class Forward(Phase):
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used
         self._beside: set[int] = set()  # resident units that are used beside the program
-
-    def begin(self) -> None:
-        """Issue the first all-gathers, and bind the root unit."""
-        engine = self._engine
-        if self._has_graph:
-            for unit in engine.units[1:]:
-                unit.guard.mark_absent(in_forward=True)
         for unit in engine.resident:
             unit.guard.set_present(False, marks=False)
         engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
@@ -205,7 +202,7 @@ class Forward(Phase):
             return
         schedule = self._schedule
         if self._learns and schedule.is_out_of_order(unit.index):
-            self._engine.issue(schedule.finish())
+            self._engine.issue(schedule.advance_to())
             while self._gather_on_request(unit.index) != unit.index:
                 pass
         self._engine.issue(schedule.reach(unit.index))
@@ -244,10 +241,7 @@ class Forward(Phase):
             if unit.index in self._used:
                 return
             self._used.add(unit.index)
-            if unit.index == ROOT_UNIT:
-                unit.guard.begin_use()
-            else:
-                unit.guard.set_present(True)
+            unit.guard.set_present(True)
         unit.copy_trainability()
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -278,11 +272,11 @@ class Forward(Phase):
                 unit.release()
         if self._has_graph:
             for unit in engine.units[1:]:
-                unit.guard.mark_absent(in_forward=False)
+                unit.guard.mark_absent()
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank with a failed forward still takes part in the exchanges.
-        engine.issue(self._schedule.finish())
+        engine.issue(self._schedule.advance_to())
         while self._learns and self._gather_on_request(None) is not None:
             pass
         engine.finish_reading()

@@ -2,7 +2,7 @@
 
 Each function here reports one such event to `streamshard.core.backward`, and begins the backward if none runs. All
 hooks of autograd's nodes and parameters are here, and no state; hooks of saved tensors are in
-`streamshard.core.saved_tensors`.
+`streamshard.core.edge`.
 
 [Note: the end of a backward]
 torch tells of the end of a backward by `queue_callback` only if the backward succeeds. If an exception ends the
@@ -14,8 +14,9 @@ callback tells of both ends.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,8 +24,7 @@ from torch import nn
 
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
-from streamshard.core.lookups import Lookup, lookups_in
-from streamshard.core.params import Param
+from streamshard.core.params import Lookup, Param
 from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
@@ -41,6 +41,9 @@ from streamshard.torch_private import (
     untraced,
 )
 
+_NODES = 32  # between the outputs of a layer and its look-ups: sums, norms, dropout
+_node_of = operator.attrgetter("grad_fn")
+
 
 def watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
     """Let backward keep the gradients of look-ups in weights of `unit`, from which `output` was computed.
@@ -49,7 +52,7 @@ def watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
     """
     if engine.phase is None or not engine.phase.is_forward:
         return
-    for node in lookups_in(output):
+    for node in _lookups_in(output):
         guard, place = weight_at(node.next_functions[0][0])
         if guard is not unit.guard or (indices := saved_as_it_is(node._raw_saved_indices)) is None:
             continue
@@ -59,6 +62,23 @@ def watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
             padding = padding if padding < param.layout.shape[0] else -1  # unsigned
             keep = functools.partial(_keep_lookup, engine, unit, param, indices, padding)
             node.register_prehook(functools.partial(untraced, keep))
+
+
+def _lookups_in(output: Any) -> Iterator[Any]:
+    """The graph nodes of look-ups that `output` was computed from. Nodes farther than a layer are not found."""
+    nodes: list[Any] = list(map(_node_of, tensors_in(output)))
+    seen = set(nodes)
+    for node in nodes:
+        if node is None or len(seen) > _NODES:
+            continue
+        if node.name() == "EmbeddingBackward0":
+            if not node._saved_sparse and not node._saved_scale_grad_by_freq:
+                yield node
+            continue
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                nodes.append(following)
 
 
 def _keep_lookup(
@@ -140,7 +160,8 @@ def need_weights(engine: Engine, use: Use, grads: object = None) -> None:
                 "weights have left their slot: keep them in place, StreamShard(model, resident=["
                 f"{unit.name!r}]), or differentiate outside of the forward"
             )
-        refuse_changed(unit, use.versions)
+        if use.versions != unit.versions():
+            refuse_changed(unit, use.versions)
         if engine.ends is not None:
             engine.ends.elsewhere.add(unit.index)
         return

@@ -76,51 +76,34 @@ class HostGrads:
 
     # -- clipping -------------------------------------------------------------------------------------------------
 
-    def is_given(self, grad: Any) -> bool:
-        """Whether `grad`, a gradient of this model, lies in the main grads."""
-        return self._owner_of(grad) is not None
-
     def _owner_of(self, grad: Any) -> Param | None:
+        """The parameter whose main grads `grad` is; None: they are on the device, or the user has replaced `grad`."""
         param = self._by_name.get(grad.piece.name)
         return param if param is not None and param.is_given(grad) else None
-
-    def norm_of(self, grad: Any) -> torch.Tensor | None:
-        """[] fp64 on the device, the norm of this rank's part of `grad`; None: unknown without a wait."""
-        param = self._owner_of(grad)
-        if param is None or param not in self._normed or param in self._factors:
-            return None
-        return self._norm_of[param].clone()
-
-    def multiply(self, grads: Iterable[Any], factor: torch.Tensor) -> None:
-        """Multiply gradients, which lie in the main grads, by `factor` [] when they are read or used next."""
-        factor = factor.clone()  # the user may change it
-        for param in filter(None, map(self._owner_of, grads)):
-            self._factors.setdefault(param, []).append(factor)
 
     def norms(self, params: Iterable[nn.Parameter], order: float) -> list[torch.Tensor]:
         """[] fp64 on the device, the norm of this rank's part of each gradient, wherever it lies."""
         norms: list[torch.Tensor] = []
         for param in params:
             grad: Any = param.grad
-            norm = self.norm_of(grad) if order == 2.0 else None
-            if norm is None:
+            owner = self._owner_of(grad)
+            if owner is not None and order == 2.0 and owner in self._normed and owner not in self._factors:
+                norms.append(self._norm_of[owner])
+            else:
                 grad.piece.settle()
                 norms += local_norms([grad_of(param).to(self._device)], order)
-            else:
-                norms.append(norm)
         return norms
 
-    def multiply_all(self, params: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-        """Multiply gradients by `factor` [] on the device: now, or, of main grads in host memory, see `multiply`."""
-        late = []
+    def multiply(self, params: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
+        """Multiply gradients by `factor` [] on the device, which stays as it is: main grads when they are read next."""
         for param in params:
             grad: Any = param.grad
-            if self.is_given(grad):
-                late.append(grad)
+            owner = self._owner_of(grad)
+            if owner is not None:
+                self._factors.setdefault(owner, []).append(factor)
             else:
                 grad.piece.settle()
                 grad_of(param).mul_(factor.to(grad.device))
-        self.multiply(late, factor)
 
 
 def cut(buffer: torch.Tensor, places: Iterable[tuple[int, int]]) -> Sequence[torch.Tensor]:

@@ -26,6 +26,7 @@ class Handle(NamedTuple):
         cast_dtype: floating-point inputs are cast to it; None leaves them as they are.
         output_dtype: floating-point outputs are cast to it; None leaves them as they are.
         looks_up: the module, or a module in its layer, is an embedding.
+        may_save_weights: backward may need weights of the unit. Not those of a plain ``nn.Embedding``.
         tied: its weight is an embedding's too; None: it is not.
         is_root: the module is the whole model.
         members: the model's modules; of the root. The engine refers to them weakly: it must not hold the model.
@@ -37,6 +38,7 @@ class Handle(NamedTuple):
     cast_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     looks_up: bool = False
+    may_save_weights: bool = True
     tied: TiedHead | None = None
     is_root: bool = False
     members: Members | None = None

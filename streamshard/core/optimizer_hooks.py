@@ -1,4 +1,4 @@
-"""Steps of the user's optimizers.
+"""Steps of the user's optimizers, and their state: cut when it comes, late steps carried out when it is read.
 
 An optimizer that is known to work element by element steps on plain tensors, this rank's pieces
 (`streamshard.core.optimizer_kinds`). Any other optimizer raises at its first step, on all ranks.
@@ -11,17 +11,20 @@ are plain tensors in the memory of the pieces. Afterwards the optimizer takes th
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.core.late_step import host_of, late_steps
+from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.core.optimizer_kinds import (
     full_name,
     is_declared,
@@ -31,14 +34,15 @@ from streamshard.core.optimizer_kinds import (
     refuse_optimizer,
     steps_whole,
 )
-from streamshard.core.state_pieces import PiecesOfState, cut_loaded_state, settle_state, take_over_state
 from streamshard.errors import ShardingError
 from streamshard.forms import successor
-from streamshard.guards.loop import note_step, refuse_unreached
+from streamshard.guards.loop import note_step
+from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_grad, untraced
 
+_params_of = operator.itemgetter("params")
 _HOOK: Any = "streamshard"  # the key of this module's hooks among an optimizer's hooks; torch's keys are numbers
 _PLAIN = "_streamshard_plain"  # attribute of a stand-in: its parameters, by the sharded parameter
 _LATE = "_streamshard_late"  # attribute of a stand-in: the late steps of models in host memory
@@ -56,15 +60,13 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Raises:
         ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
-    params = params_in(optimizer.param_groups)
-    if _closure_of(args, kwargs) is None:
-        refuse_unreached(params)
-    note_step(params)
-    if steps_whole(optimizer):  # the optimizers inside it are looked at
-        refuse_on_host(optimizer, params, "steps whole parameters")
-        return
+    params: list[Any] = list(itertools.chain.from_iterable(map(_params_of, optimizer.param_groups)))
+    note_step(params, makes_grads=_closure_of(args, kwargs) is not None)
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
+        if steps_whole(optimizer):  # the optimizers inside it are looked at
+            refuse_on_host(optimizer, params, "steps whole parameters")
+            return
         if ShardedParameter not in map(type, params):  # isinstance() asks the metaclass of nn.Parameter, in Python
             _lend_full_grads(optimizer, params)
             return
@@ -99,7 +101,7 @@ def _adopt(optimizer: Optimizer) -> None:
         optimizer.register_state_dict_post_hook(lambda _, state_dict: PiecesOfState(state_dict))
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     after: Any = optimizer._optimizer_step_post_hooks
-    after[_HOOK] = functools.partial(untraced, _after_step)
+    after[_HOOK] = functools.partial(untraced, _after_step, is_declared(type(optimizer)))
     after.move_to_end(_HOOK, last=False)  # so the user's hooks see the changes
     optimizer._optimizer_step_pre_hooks[_HOOK] = functools.partial(untraced, _before_step)
 
@@ -200,7 +202,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: boo
                 each.__dict__.update(own_attributes(param))
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(may_keep_grads: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over: take options, state and attributes from the stand-in."""
     if args[0] is optimizer:  # a step that calls super().step(): the optimizer is the stand-in already
         return
@@ -220,7 +222,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     state = stepped.pop("state")
     optimizer.state.update(zip(map(sharded.get, state, state), state.values(), strict=True))
     optimizer.__dict__.update(stepped)
-    if is_declared(type(optimizer)):
+    if may_keep_grads:
         _refuse_kept_grads(optimizer, plain)
     changed: list[torch.Tensor] = []
     with AsTensors():
@@ -242,3 +244,82 @@ def _refuse_kept_grads(optimizer: Optimizer, plain: Mapping[ShardedParameter, nn
                     f"{full_name(type(optimizer))} keeps the gradient of {param.piece.name!r} in its state, as {key!r},"
                     " and the next backward writes to its memory: let the optimizer keep grad.clone()"
                 )
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+class PiecesOfState(dict[str, Any]):
+    """This rank's part of an optimizer's ``state_dict()``: fine to copy and to load again, an error to save."""
+
+    def __deepcopy__(self, memo: Any) -> PiecesOfState:
+        return PiecesOfState(copy.deepcopy(dict(self), memo))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ShardingError(
+            "an optimizer's state_dict() holds one rank's pieces and is not saved as if it were full. Call on all "
+            "ranks instead, to save a run, streamshard.save_checkpoint(directory, model, optimizer); for an "
+            "optimizer's full state, streamshard.full_optimizer_state_dict(model, optimizer)"
+        )
+
+
+def settle_state(optimizer: Optimizer) -> None:
+    """The optimizer's state is about to be read or written: late steps are carried out."""
+    for host in {host_of(param) for param in params_in(optimizer.param_groups)}:
+        if host is not None:
+            host.settle()
+
+
+def take_over_state(optimizer: Optimizer) -> None:
+    """Cut full moments, from before the model was sharded, into this rank's pieces, and move state to the parameters.
+
+    Step counts stay where the optimizer's class reads them: on the CPU, unless it is fused or capturable.
+
+    Raises:
+        ShardingError: state is neither full nor this rank's piece.
+    """
+    if (whole := steps_whole(optimizer)) is not None:
+        for inner in whole.in_place():
+            take_over_state(inner)
+        return
+    settle_state(optimizer)
+    for group in optimizer.param_groups:
+        stay = () if group.get("fused") or group.get("capturable") else NUMBERS
+        for param in group["params"]:
+            piece, values = piece_of(param), optimizer.state.get(param)
+            if piece is not None and values:
+                _cut(optimizer, piece, values, param.device)
+                moving = [key for key, value in values.items() if isinstance(value, torch.Tensor) and key not in stay]
+                values.update({key: values[key].to(param.device) for key in moving})
+
+
+def cut_loaded_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Before ``load_state_dict`` changes anything: cut full moments, and raise for other shapes."""
+    settle_state(optimizer)
+    state = {number: dict(values) for number, values in state_dict["state"].items()}
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    for number, param in zip(numbers, params_in(optimizer.param_groups), strict=False):  # torch compares their numbers
+        piece = piece_of(param)
+        if piece is not None and number in state:
+            _cut(optimizer, piece, state[number], param.device)
+    return {**state_dict, "state": state}
+
+
+def _cut(optimizer: Optimizer, piece: Piece, values: dict[str, Any], device: torch.device) -> None:
+    """Replace full tensors in `values`, the state of one parameter, by this rank's pieces."""
+    for name, value in values.items():
+        if isinstance(value, ShardedTensor):  # made by the constructor
+            values[name] = value.as_subclass(torch.Tensor)
+            continue
+        if not isinstance(value, torch.Tensor) or value.shape == piece.local_shape:
+            continue
+        is_full = tuple(value.shape) == piece.shape and (value.ndim > 0 or name not in NUMBERS)
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        if is_full and is_of_torch:
+            values[name] = piece.cut(value).to(device)
+        elif is_full or value.ndim and is_of_torch:
+            raise ShardingError(
+                f"optimizer state {name!r} of {piece.name!r} has shape {tuple(value.shape)}: wanted {piece.local_shape}"
+                ", this rank's piece. Make the optimizer after StreamShard(model), and load full state, or state of "
+                "another number of ranks, with load_optimizer_state_dict(model, optimizer, state)"
+            )

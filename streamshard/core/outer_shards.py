@@ -103,6 +103,13 @@ class OuterShards(OverReplicas):
             return [flat.main_grads for flat in unit.trained], adds
         if (has_sums := unit.index in self._main_adds) or not self._is_synced:
             self._main_adds.setdefault(unit.index, adds)
+            if unit.index not in self._sums:  # gradients are in the slot already
+                self._sums[unit.index] = []
+                for flat in unit.trained:
+                    numel = self.ranks.world_size * flat.layout.shard_numel
+                    sums = self._ledger.allocate(Category.STAGING, numel, torch.float32)
+                    self._sums[unit.index].append(sums)
+                    flat.place_sums(sums)
             return self._sums[unit.index], has_sums
         self._take_turn()
         self._adds = adds
@@ -113,16 +120,6 @@ class OuterShards(OverReplicas):
     def _take_turn(self) -> None:
         self._turn = 1 - self._turn
         self._drained[self._turn].wait()  # rule 3
-
-    def prepare(self, unit: Unit) -> None:
-        """See `OverReplicas.prepare`. Allocates sums, if the unit has none: its gradients are in the slot already."""
-        if not self._is_synced and unit.index not in self._sums:
-            self._sums[unit.index] = []
-            for flat in unit.trained:
-                numel = self.ranks.world_size * flat.layout.shard_numel
-                sums = self._ledger.allocate(Category.STAGING, numel, torch.float32)
-                self._sums[unit.index].append(sums)
-                flat.place_sums(sums)
 
     def end_reduction(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         """See `Home.end_reduction`. `add` follows, which knows what the host has to complete."""
@@ -145,10 +142,6 @@ class OuterShards(OverReplicas):
         arrived = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "main grads")
         arrived.record(*works)
         self._under_way[unit.index] = arrived
-
-    def _finish_one(self, index: int) -> None:
-        if index in self._under_way:  # the next reduction adds to this one; on a device they run in order
-            self._under_way.pop(index).complete()
 
     def forget(self) -> None:
         """See `OverReplicas.forget`."""

@@ -9,12 +9,10 @@ parameters] in `streamshard.planning.layout`.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -22,12 +20,11 @@ from torch.utils.dlpack import from_dlpack
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.transport import Gather, Reduction
-from streamshard.core.lookups import Lookup
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_parameter import be_piece, exchange, put_grad
+from streamshard.guards.sharded_parameter import be_piece, drop_unreduced, exchange
 from streamshard.guards.sharded_tensor import Life, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import FlatParamPlan, ParamLayout
@@ -35,6 +32,20 @@ from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad
 
 use_of = operator.attrgetter("is_used")  # of a `Param`
+
+
+class Lookup(NamedTuple):
+    """The gradient of one look-up's output, of which `write_lookups` makes that of the weight.
+
+    Attributes:
+        grad: [..., width] dtype of the weight.
+        indices: [...], the rows that were looked up.
+        padding: a row without gradient; -1: none.
+    """
+
+    grad: torch.Tensor
+    indices: torch.Tensor
+    padding: int
 
 
 class Param:
@@ -110,7 +121,8 @@ class Param:
         self.is_kept = True
         if not (is_same := self.is_given(grad)):
             self._adopt(grad)
-        put_grad(self.sharded, None)
+        drop_unreduced(self.sharded)
+        set_grad(self.sharded, None)
         return is_same
 
     def is_given(self, grad: torch.Tensor) -> bool:
@@ -164,28 +176,6 @@ class Param:
         self.lookups.clear()
         if self.has_room and self.sharded.grad is self.given:
             self.sharded.grad = None
-
-
-def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
-    """Copy gradients [full shape] into the slot of their unit, or add them to the gradients there.
-
-    Args:
-        params: of one unit, whose slot is open.
-        grads: one for each.
-        adds: to the gradients in the slot.
-    """
-    # Of mixed dtypes one call would launch a kernel for each tensor.
-    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for param, grad in zip(params, grads, strict=True):
-        if param.form.inner:
-            grad = param.form.local_grad(grad)
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        places, given = alike.setdefault((param.in_slot.dtype, grad.dtype), ([], []))
-        places.append(param.in_slot)
-        given.append(grad)
-    for places, given in alike.values():
-        torch._foreach_add_(places, given) if adds else torch._foreach_copy_(places, given)
 
 
 class FlatParam:
@@ -318,11 +308,11 @@ class FlatParam:
             adds: see `Reduction.accumulate`.
             divisor: see `Reduction`.
         """
-        parts = [(self.grads, out, self.scratch)]
-        if self.reduce_ranks is not self.ranks:
-            parts = list(zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True))
-        tags = itertools.count(self.tag * len(parts))
-        return [Reduction(*each, self.kind.mode, adds, next(tags), divisor) for each in parts]
+        if self.reduce_ranks is self.ranks:
+            return [Reduction(self.grads, out, self.scratch, self.kind.mode, adds, self.tag, divisor)]
+        parts = list(zip(self._cut(self.grads), self._cut(out), self._cut(self.scratch), strict=True))
+        tagged = enumerate(parts, self.tag * len(parts))
+        return [Reduction(*each, self.kind.mode, adds, tag, divisor) for tag, each in tagged]
 
     def move_weights(self, slot: WeightSlot, guard: WeightGuard) -> None:
         """Go over to `slot`, with all unsharded parameters. There is no wire buffer."""
@@ -356,7 +346,7 @@ class FlatParam:
             self.main_grads = self.grads.narrow(0, self.ranks.rank * numel, numel)
         elif self.may_drop:
             self.main_grads = torch.empty(numel, dtype=torch.float32, device=self.main.device)
-            self.drop_main_grads(is_shared=False)
+            self.main_grads.untyped_storage().resize_(0)
             self._ledger.hold(Category.MAIN_GRADS, self.main_grads)
         else:
             self.main_grads = self._new_main_grads()
@@ -370,16 +360,6 @@ class FlatParam:
     def _new_main_grads(self) -> torch.Tensor:
         numel = self.layout.shard_numel
         return self._ledger.allocate(Category.MAIN_GRADS, numel, torch.float32, is_on_host=self.is_on_host)
-
-    def make_main_grads(self) -> None:
-        """Allocate main grads, without values. Compute stream: it waits for the last use before it frees them."""
-        self.main_grads.untyped_storage().resize_(4 * self.layout.shard_numel)
-
-    def drop_main_grads(self, *, is_shared: bool) -> None:
-        """Leave the memory of main grads to others (`is_shared`), or free it."""
-        if is_shared:
-            self.main_grads.data = torch.empty_like(self.main_grads)
-        self.main_grads.untyped_storage().resize_(0)
 
     def add(
         self, layout: ParamLayout, aliases: tuple[str, ...], param: nn.Parameter, full: torch.Tensor | None

@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,13 @@ if TYPE_CHECKING:
 _sharded_of, _hooks_of = operator.attrgetter("sharded"), operator.attrgetter("_post_accumulate_grad_hooks")
 _EXTRA = 4  # numbers behind the flags of parameters, see `UsedParams`
 
+OUT_OF_STEP = (
+    "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on others. Is "
+    "optimizer.step() in a condition that differs (a check for nan, a rank's own loss)? Has a rank split a batch after "
+    "an out-of-memory error, or left out a micro-batch? All ranks have to run as many passes per step: decide "
+    "together, such as by an all_reduce of a flag. Join's repeat= takes all of a step"
+)
+
 
 class Reductions:
     """The reductions of one backward. Owns the fence that the optimizer waits behind.
@@ -56,6 +63,7 @@ class Reductions:
 
     Attributes:
         is_open: a backward runs: autograd leaves gradients in ``.grad`` of unsharded parameters.
+        made: indices of units with new gradients.
         over_replicas: the reductions over replicas; None: there are none, or all ranks are reduced over at once.
         used: agrees on which parameters had a gradient.
         progress: how far the training loop has come.
@@ -73,15 +81,14 @@ class Reductions:
         self.replicas = replicas
         self.over_replicas = replicas or (None if outer is None or outer.is_in_order else outer)
         self.is_open = False
+        self.made: set[int] = set()
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
         self._averaged = 1 if replicas is None else ranks.n_replicas  # replicas average quotients
         self._units = units
         self._gather_ranks = units[0].gather_ranks
-        self._scale = 1.0
         self.progress = Progress()
         self._reduces = True
         self._stream: Any = None  # the device's stream of the backward; None on the CPU
-        self._made: set[int] = set()  # indices of units with new gradients
         self._others: dict[int, set[Any]] = {}  # by unit, further streams on which some were made
         self._under_way: list[Work | None] = []
         self._scratches: set[Scratch] = set()  # that reductions of this backward use
@@ -119,9 +126,10 @@ class Reductions:
                 f"set_gradient_divide_factor: ranks have given {sorted(factors)}. Give one factor on all ranks, such "
                 "as the number of tokens of all ranks together"
             )
-        self._divide_by(factors.pop() / self._averaged)
+        self.divide_by(factors.pop() / self._averaged)
 
-    def _divide_by(self, divisor: float) -> None:
+    def divide_by(self, divisor: float) -> None:
+        """Divide sums of gradients over the shard group by `divisor` from now on."""
         self.ranks.grad_divisor = divisor
         for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not self.ranks):
             # Of experts: for sums in a loss.
@@ -131,38 +139,35 @@ class Reductions:
     def summing(self) -> Iterator[None]:
         """Sums over the shard group are not divided inside, on any rank: for backwards whose losses are."""
         before = self.ranks.grad_divisor
-        self._divide_by(1.0)
+        self.divide_by(1.0)
         try:
             yield
         finally:
-            self._divide_by(before)
+            self.divide_by(before)
 
-    def begin(self, *, is_synced: bool, reduces: bool, scale: float) -> None:
+    def begin(self, *, is_synced: bool, reduces: bool) -> None:
         """A backward begins, on the current stream.
 
         Args:
             is_synced: outside of ``no_sync()``.
             reduces: gradients are reduced; False: they stay in their slots, for another backward to add to.
-            scale: multiplies gradients before they are reduced.
         """
-        self._reduces, self._scale, self.is_open = reduces, scale, True
+        self._reduces, self.is_open = reduces, True
         self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
-        self._made.clear()
+        self.made.clear()
         self._others.clear()
         self._next = None
-        self._look_for_hooks()
+        self._hooked.clear()
         if self.over_replicas is not None:
             self.over_replicas.begin(is_synced=is_synced)
-
-    def _look_for_hooks(self) -> None:
-        self._hooked.clear()
-        if self._reduces and self.over_replicas is None:
-            units = [unit for unit in self._units if unit.grads.may_give_early and has_hooks(unit)]
-            self._hooked.update(unit.index for unit in units)
+        elif reduces:
+            for unit in filter(has_hooks, self._units):
+                if unit.grads.may_give_early:
+                    self._hooked.add(unit.index)
 
     def note(self, unit: int) -> None:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
-        self._made.add(unit)
+        self.made.add(unit)
         if self._stream is None:
             self._gather_ranks.transport.progress()
         elif self._stream != (stream := self.ranks.streams.device_stream(StreamName.COMPUTE)):
@@ -174,8 +179,8 @@ class Reductions:
 
         Parameters without a gradient here send zeros.
         """
-        is_new = unit.index in self._made
-        self._made.discard(unit.index)
+        is_new = unit.index in self.made
+        self.made.discard(unit.index)
         if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._reduces or is_new):
             return
         if unit.grads.early and self.is_open:
@@ -188,11 +193,9 @@ class Reductions:
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             if self.over_replicas is not None:
                 self.over_replicas.finish_before(unit)
-            unit.collect(self._scale, self._others.pop(unit.index, ()))
+            unit.grads.collect(self._others.pop(unit.index, ()))
             if not self._reduces:
                 return
-            if self.over_replicas is not None:
-                self.over_replicas.prepare(unit)
             works = unit.start_reduce()
             self._scratches.add(unit.grads.slot.scratch)
         before, self._next = self._next, None
@@ -213,26 +216,19 @@ class Reductions:
         with self.ranks.streams.on_device_stream(self._stream), contextlib.ExitStack() as stack:
             for ranks in {self.ranks, *(flat.ranks for flat in unit.trained)}:
                 stack.enter_context(ranks.in_hook())
-            stack.enter_context(self.progress.calling_hooks())
-            call_hooks(unit.grads.give_early())
+            call_hooks(unit.grads.give_early(), self.progress)
         unit.grads.drop_early()
 
     def collect(self, unit: Unit) -> None:
         """Copy the unit's gradients that are made into its slot, or add them there. They are not reduced."""
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.collect(self._scale, self._others.pop(unit.index, ()))
+            unit.grads.collect(self._others.pop(unit.index, ()))
 
     def write_early(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
         """Write a gradient in the place of its weight. See `UnitGrads.write_early`."""
         self.note(unit.index)
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.grads.write_early(param, grad, self._scale, self._others.get(unit.index, ()))
-
-    def start_late(self, units: Iterable[Unit]) -> None:
-        """Reduce those of `units` whose gradients came after their reduction."""
-        for unit in units:
-            if unit.index in self._made:
-                self.start(unit)
+            unit.grads.write_early(param, grad, self._others.get(unit.index, ()))
 
     def finish(self, *, follows_step: bool) -> list[nn.Parameter]:
         """Let the compute stream wait for all reductions, and set ``.grad``.
@@ -279,14 +275,15 @@ def has_hooks(unit: Unit) -> bool:
         return any(map(_hooks_of, map(_sharded_of, unit.grads.params)))
 
 
-def call_hooks(params: Iterable[nn.Parameter]) -> None:
-    """Call the user's hooks of `params`, which have a new gradient, as autograd does."""
-    params = list(params)
+def call_hooks(params: Sequence[nn.Parameter], progress: Progress) -> None:
+    """Call the user's hooks of `params`, which have a new gradient, as autograd does. Hooks may step."""
     with AsTensors():
         all_hooks = list(map(_hooks_of, params))
-    for param, hooks in zip(params, all_hooks, strict=True):
-        for hook in list((hooks or {}).values()):
-            hook(param)
+    if any(all_hooks):
+        with progress.calling_hooks():
+            for param, hooks in zip(params, all_hooks, strict=True):
+                for hook in list((hooks or {}).values()):
+                    hook(param)
 
 
 class UsedParams:
@@ -320,6 +317,8 @@ class UsedParams:
         for stage in self._stages:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
+        # [rows, flags], whose maximum over rows is that of all ranks.
+        self._everywhere = self._flags[-1].view(-1, max(self._flags[0].numel(), 1))
         self._sent: list[int] = []
         self._steps: torch.Tensor | None = None  # on a device: the last numbers of all ranks, on the host
         self._seen: Any = None  # the same memory, as NumPy sees it
@@ -386,9 +385,12 @@ class UsedParams:
         """
         if not self._stages:
             return None
+        is_complete = True
         with AsTensors():
-            pairs = ((unit, param) for unit in self._units for param in unit.params)
-            is_complete = all(param.is_used or not unit.grads.may_have_grad(param) for unit, param in pairs)
+            for unit in self._units:
+                for param in unit.params:
+                    if not param.is_used and unit.grads.may_have_grad(param):
+                        is_complete = False
         with self._exchanging:
             for stage in range(len(self._stages)):
                 if stage > 0:
@@ -398,12 +400,8 @@ class UsedParams:
                     self._arrived[stage].wait()  # rule 7
         if is_complete:
             return None
-        anywhere = iter(self._anywhere().amax(0).bool().tolist())
+        anywhere = iter(self._everywhere.amax(0).bool().tolist())
         return [list(itertools.islice(anywhere, len(unit.params))) for unit in self._units]
-
-    def _anywhere(self) -> torch.Tensor:
-        """[rows, flags] uint8, whose maximum over rows is that of all ranks."""
-        return self._flags[-1].view(-1, self._flags[0].numel())
 
     def _fetch_steps(self) -> None:
         """On a device: look at the last numbers that the last call has copied, and copy those of the last exchange.
@@ -412,7 +410,7 @@ class UsedParams:
         unless the host is a whole step ahead, which then waits. So all ranks see it in the same backward.
         """
         self._arrived[-1].wait()  # rule 7
-        streams, flags = self._ranks.streams, self._anywhere()[:, -_EXTRA:].amax(0)
+        streams, flags = self._ranks.streams, self._everywhere[:, -_EXTRA:].amax(0)
         if self._steps is None:
             self._steps = torch.zeros(_EXTRA, dtype=torch.uint8, pin_memory=flags.device.type != "cpu")
             self._seen, self._event = self._steps.numpy(), streams.module.Event()
@@ -431,7 +429,7 @@ class UsedParams:
             RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch.
         """
         if self._stages and not self._ranks.streams.has_streams:
-            self._found = self._anywhere()[:, -_EXTRA:].amax(0).tolist()
+            self._found = self._everywhere[:, -_EXTRA:].amax(0).tolist()
         if not self._found:
             return
         most, others, *steps = self._found
@@ -441,9 +439,4 @@ class UsedParams:
                 "their gradients count differently: give all ranks as many"
             )
         if all(steps):
-            raise RankMismatchError(
-                "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on "
-                "others. Is optimizer.step() in a condition that differs (a check for nan, a rank's own loss)? Has a "
-                "rank split a batch after an out-of-memory error, or left out a micro-batch? All ranks have to run as "
-                "many passes per step: decide together, such as by an all_reduce of a flag"
-            )
+            raise RankMismatchError(OUT_OF_STEP)

@@ -54,9 +54,6 @@ class OverReplicas(abc.ABC):
         """A backward begins, outside of ``no_sync()`` (True) or inside."""
         self._is_synced = is_synced
 
-    def prepare(self, unit: Unit) -> None:  # noqa: B027  # averages need nothing before
-        """The reduction of `unit` in the shard group comes next."""
-
     def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
         """The reduction of `unit` in the shard group was started. The host need not complete None."""
         if not self.averages_grads:
@@ -86,11 +83,8 @@ class OverReplicas(abc.ABC):
         """More gradients of `unit` are about to be written. The reduction of the unit before starts."""
         self.flush()
         with self.ranks.waiting("the reduction over replicas of", unit.name):
-            self._finish_one(unit.index)
-
-    @abc.abstractmethod
-    def _finish_one(self, index: int) -> None:
-        """The next reduction of the unit with this index may start afterwards."""
+            if unit.index in self._under_way:
+                self._under_way.pop(unit.index).wait()  # rule 7
 
     def finish(self) -> None:
         """The backward is over: let the compute stream wait for all main grads."""
@@ -119,21 +113,11 @@ class Replicas(OverReplicas):
     def __init__(self, ranks: Communicator) -> None:
         super().__init__(ranks, "main grads to average")
         self.optimizers: WeakSet[Any] = WeakSet()
-        what, replica = "main grads to average", StreamName.REPLICA
-        self._written = Fence(ranks.streams, Rule.GRADS_WRITTEN, StreamName.COMPUTE, what, replica)
 
     def _start(self, unit: Unit) -> None:
-        self._under_way[unit.index] = self._average([(flat.main_grads, flat.tag) for flat in unit.trained])
-
-    def _average(self, tensors: Sequence[tuple[torch.Tensor, int | None]]) -> Fence:
-        """Start averages of (tensor, message tag) pairs. Returns the fence after them."""
         averaged = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "averaged main grads")
-        averaged.record(*[self.ranks.transport.start_average(tensor, tag) for tensor, tag in tensors])
-        return averaged
-
-    def _finish_one(self, index: int) -> None:
-        if index in self._under_way:
-            self._under_way.pop(index).wait()  # rule 7
+        averaged.record(*[self.ranks.transport.start_average(flat.main_grads, flat.tag) for flat in unit.trained])
+        self._under_way[unit.index] = averaged
 
     def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
         """Replace tensors by their means over replicas, on the compute stream: one collective for each part.
@@ -141,16 +125,10 @@ class Replicas(OverReplicas):
         Args:
             parts: each a list of tensors of one dtype, any shape; the same lists on all replicas.
         """
-        under_way = []
-        for tensors in parts:
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
-            if flat.numel():
-                self._written.record()
-                self._written.wait()  # rule 4
-                with self.ranks.waiting("an average over replicas"):
-                    under_way.append((tensors, flat, self._average([(flat, None)])))
-        with torch.no_grad(), self.ranks.waiting("an average over replicas"):
-            for tensors, flat, averaged in under_way:
-                averaged.wait()  # rule 7
+        with torch.no_grad():
+            for tensors in filter(None, parts):
+                flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+                if flat.numel():
+                    self.ranks.average_now(flat)
                 for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
                     tensor.copy_(part.view(tensor.shape))

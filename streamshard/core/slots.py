@@ -178,11 +178,6 @@ class Scratch:
         self.drained: Fence | None = None
         self.buffer, self.keeps_memory = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8), keeps_memory
 
-    def make(self) -> None:
-        """Allocate memory, without values, if there is none. Compute stream, which waits for the last use."""
-        if not self.buffer.untyped_storage().nbytes():
-            self.buffer.untyped_storage().resize_(self.buffer.nbytes)
-
     def drop(self) -> None:
         """Free the memory: all views of it are made, and compute waits for all uses."""
         if not self.keeps_memory:
@@ -234,11 +229,13 @@ class GradSlot:
 
     def finish_writing(self) -> None:
         """The gradients are written: the comm stream waits (rule 4)."""
-        self.scratch.make()
+        scratch = self.scratch.buffer
+        if not scratch.untyped_storage().nbytes():  # without values; compute waits for its last use before it frees it
+            scratch.untyped_storage().resize_(scratch.nbytes)
         self.written.record()
         self.written.wait()  # rule 4
         # On CUDA reductions come one after the other. On the CPU an earlier one may still use the scratch.
-        if (before := self.scratch.drained) is not None and self.scratch.buffer.nbytes:
+        if (before := self.scratch.drained) is not None and scratch.nbytes:
             before.complete()
 
     def drain(self, works: Sequence[Any]) -> None:

@@ -87,7 +87,7 @@ class TiedHead:
     # -- backward -------------------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
-        """A forward or backward begins, or has ended: the weight is in place. At first nobody has seen it yet."""
+        """A forward or backward begins: the weight is in place. At first nobody has seen it yet."""
         self._least_uses = min(self._least_uses, storage_uses(self.unit.weight_slot.buffer))
         if self._is_behind:
             self._is_behind = False
@@ -112,10 +112,11 @@ class TiedHead:
         return uses > _OWN_USES or storage_uses(self.unit.weight_slot.buffer) > self._least_uses
 
     def end(self) -> None:
-        """The backward has ended well."""
+        """The backward has ended well. If gradients have the unit's slot, the alias is absent too until `put_back`."""
         if self._found is _Found.NOTHING and self._is_behind:
             self._found = _Found.FREE_BEHIND_HEAD
-        self.put_back()
+        self._is_behind = self.unit.guard.is_gone
+        self._set_class(is_present=not self._is_behind)
 
     def read(self) -> None:
         """Code reads the weight behind the head.

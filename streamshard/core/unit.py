@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from streamshard.guards.weights import WeightGuard, leaf_of
 from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors
 
+_main_grads_of = operator.attrgetter("main_grads")
 _versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 
 
@@ -170,17 +171,6 @@ class Unit:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def expire(self, changed: Collection[bool]) -> None:
-        """A pass begins: the weights in the slot are gathered anew, if they may have changed.
-
-        Args:
-            changed: the kinds of weights that may have, see `Changes`.
-        """
-        if self.weight_slot.content != self.index or not self.params:  # another unit's weights stay
-            return
-        if any(flat.kind.trains in changed for flat in self.flat_params):
-            self.weight_slot.move(WeightState.EMPTY, None)
-
     def count_step(self, params: Collection[Param]) -> None:
         """A late step of `params` is due. It writes the all-gather input on the host too, which needs no cast then."""
         was_cast = self.versions_cast == self.versions()
@@ -282,22 +272,17 @@ class Unit:
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
-    def collect(self, scale: float, others: Collection[Any]) -> None:
-        """Copy new gradients into the gradient slot (rule 3). See `UnitGrads.collect`. Compute stream."""
-        self.grads.collect(scale, others)
-        if self.grads.slot.weights is not None and not self.is_streamed:
-            self.guard.mark_gone()
-        self._streams.observe(StepEvent.GRAD_WRITTEN, self.index)
-
     def start_reduce(self) -> list[Work | None]:
         """Start the reduction from slot to main grads (rule 4)."""
         grads, adds = self.grads, self.grads.state is GradState.FILLED
+        if grads.slot.weights is not None and not self.is_streamed:
+            self.guard.mark_gone()
         self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
         grads.make_memory()  # not before: the copied gradients are freed now
-        grads.slot.finish_writing()
-        buffers = [flat.main_grads for flat in self.trained]
-        if self.home is not None:
+        buffers = list(map(_main_grads_of, self.trained))
+        if self.home is not None:  # zeros new sums, so before compute records `written`
             buffers, adds = self.home.begin_reduction(self, adds=adds)
+        grads.slot.finish_writing()
         works = []
         for flat, out in zip(self.trained, buffers, strict=True):
             # The divisor is the unit's, of experts too: each rank of the shard group has a batch.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import Any
@@ -25,9 +25,8 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StreamName
-from streamshard.core.lookups import write_lookups
-from streamshard.core.params import FlatParam, Param, use_of, write_grads
+from streamshard.comm.streams import StepEvent, StreamName
+from streamshard.core.params import FlatParam, Lookup, Param, use_of
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
@@ -37,7 +36,11 @@ from streamshard.torch_private import AsTensors, get_grad, set_grad, storage_use
 _REFERENCES = 1 + max(map(getrefcount, [object()]))  # to `Param.given` in Python: in the parameter and a list
 _ATTRIBUTES = 2  # of a gradient: its piece and its life
 _is_there = partial(operator.is_not, None)
-_sharded_of, _was_given = operator.attrgetter("sharded"), operator.attrgetter("was_given")
+_sharded_of, _given_of, _was_given, _main_grads_of = map(
+    operator.attrgetter, ("sharded", "given", "was_given", "main_grads")
+)
+_grad_of = operator.attrgetter("grad")
+_RANGES = 8  # of rows of an embedding
 
 
 class GradState(enum.IntEnum):
@@ -107,41 +110,36 @@ class UnitGrads:
         if not (self._dropping and self._has_memory) or self.has_unreduced:
             return
         with AsTensors():
-            if any(map(_is_there, self._held())):
+            if any(map(_is_there, map(get_grad, map(_sharded_of, self.params)))):
                 return
         is_shared = not self._renew()
         self._has_memory = False
-        for flat in self._dropping:
-            flat.drop_main_grads(is_shared=is_shared)
-
-    def _held(self) -> Iterator[torch.Tensor | None]:
-        """``.grad`` of the sharded parameters, in the order of `params`."""
-        return map(get_grad, map(_sharded_of, self.params))
+        for grads in map(_main_grads_of, self._dropping):
+            if is_shared:  # leave the memory to others
+                grads.data = torch.empty_like(grads)
+            grads.untyped_storage().resize_(0)
 
     def make_memory(self) -> None:
-        """Main grads are about to be written. Compute stream."""
+        """Main grads are about to be written. Compute stream, which waits for their last use before it frees them."""
         if not self._has_memory:
             self._has_memory = True
-            for flat in self._dropping:
-                flat.make_main_grads()
+            for grads in map(_main_grads_of, self._dropping):
+                grads.untyped_storage().resize_(grads.nbytes)
 
     # -- a backward -----------------------------------------------------------------------------------------------
 
     def resume(self) -> None:
-        """A backward begins: forget waiting gradients that the user has dropped (``zero_grad()``)."""
-        if not self.has_unreduced:
-            return
+        """A backward begins, and gradients wait: forget those that the user has dropped (``zero_grad()``)."""
         for param in self.params:
             # Also what only other ranks have made: this rank has its shard.
             if param.is_left and not drop_unreduced(param.sharded):
                 param.is_left = False
                 param.forget_grad(in_slot=self.slot.content is not None)
 
-    def collect(self, scale: float, others: Collection[Any]) -> None:
+    def collect(self, others: Collection[Any]) -> None:
         """Copy new gradients into the slot, and zeros for the others (rule 3). Compute stream.
 
         Args:
-            scale: multiplies gradients.
             others: further streams of the device on which some gradients were made.
         """
         current: Any = self._wait_for(others) if others else None
@@ -164,7 +162,7 @@ class UnitGrads:
                 if (grad := get_grad(param.unsharded)) is not None:
                     set_grad(param.unsharded, None)
                 if param.lookups or param.is_written_early:
-                    beside += self._write_parts(param, grad, scale, adds=adds)
+                    beside += self._write_parts(param, grad, adds=adds)
                 elif grad is None:
                     absent.append(param.in_slot)
                     continue
@@ -174,26 +172,24 @@ class UnitGrads:
                 param.is_used = True
         if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
             torch._foreach_zero_(absent)
-        if scale != 1.0:
-            for grad in grads:  # torch._foreach_mul_ rounds the factor to bf16 on the CPU
-                grad.mul_(scale)
         write_grads(made, grads, adds=adds)
         for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
+        self._ranks.streams.observe(StepEvent.GRAD_WRITTEN, self.index)
 
-    def _write_parts(self, param: Param, grad: torch.Tensor | None, scale: float, *, adds: bool) -> list[torch.Tensor]:
+    def _write_parts(self, param: Param, grad: torch.Tensor | None, *, adds: bool) -> list[torch.Tensor]:
         """Write a gradient made in parts: early (of a tied head), by look-ups, and `grad`. Returns the tensors read."""
-        parts = [lookup.grad for lookup in param.lookups]
+        parts = list(map(_grad_of, param.lookups))
         if param.is_written_early and grad is not None:
-            self.write_early(param, grad, scale, ())
+            self.write_early(param, grad, ())
             parts.append(grad)
         if param.lookups:
             dense = param.in_slot if param.is_written_early else grad
-            write_lookups(param.in_slot, param.lookups, dense, scale, adds=adds)
+            write_lookups(param.in_slot, param.lookups, dense, adds=adds)
         param.is_written_early = False
         return parts
 
-    def write_early(self, param: Param, grad: torch.Tensor, scale: float, others: Collection[Any]) -> None:
+    def write_early(self, param: Param, grad: torch.Tensor, others: Collection[Any]) -> None:
         """Write a gradient of `param`, or add it, in the place of its weight, which nobody needs any more.
 
         The other weights of the unit stay. `collect` adds what comes later. See there for the arguments.
@@ -201,8 +197,6 @@ class UnitGrads:
         current: Any = self._wait_for(others) if others else None
         if self.slot.weights is not None:
             self.slot.weights.shard_read.complete()  # rule 6
-        if scale != 1.0:
-            grad.mul_(scale)
         param.in_slot.add_(grad) if param.is_written_early else param.in_slot.copy_(grad)
         param.is_written_early = param.is_used = True
         if others:
@@ -217,7 +211,7 @@ class UnitGrads:
     def _take(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
         with AsTensors():
-            held = list(self._held())
+            held = list(map(get_grad, map(_sharded_of, self.params)))
             if not any(map(_is_there, held)):
                 self._renew()
                 self.move(GradState.EMPTY)
@@ -254,9 +248,9 @@ class UnitGrads:
         if not any(map(_was_given, self.params)):
             return True
         with AsTensors():
-            given = [param.given for param in self.params if param.given is not None]
+            given = list(filter(_is_there, map(_given_of, self.params)))
             own = len(self.trained) + len(given)  # tensors in the memory of main grads
-            is_alone = sum(storage_uses(flat.main_grads) for flat in self.trained) == own
+            is_alone = sum(map(storage_uses, map(_main_grads_of, self.trained))) == own
             is_alone = is_alone and {*map(getrefcount, given)} == {_REFERENCES}
             is_alone = is_alone and {*map(tensor_uses, given)} == {1}  # by graphs; torch 2.13 counts both
             is_alone = is_alone and {*map(len, map(vars, given))} == {_ATTRIBUTES}
@@ -317,7 +311,7 @@ class UnitGrads:
         new = []
         with AsTensors():
             for param, is_used in zip(params, used or map(use_of, params), strict=True):
-                is_new = is_used and self.may_have_grad(param) and param not in self.early
+                is_new = is_used and param not in self.early and (used is None or self.may_have_grad(param))
                 if is_new or param.is_kept:
                     param.give_grad(self._life)
                 if is_new:
@@ -352,3 +346,56 @@ class UnitGrads:
         self.state, self.has_unreduced = GradState.GIVEN, False  # whatever they were
         if self.slot.content == self.index:
             self.slot.content = None
+
+
+def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:
+    """Copy gradients [full shape] into the slot of their unit, or add them to the gradients there.
+
+    Args:
+        params: of one unit, whose slot is open.
+        grads: one for each.
+        adds: to the gradients in the slot.
+    """
+    # Of mixed dtypes one call would launch a kernel for each tensor.
+    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for param, grad in zip(params, grads, strict=True):
+        if param.form.inner:
+            grad = param.form.local_grad(grad)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        places, given = alike.setdefault((param.in_slot.dtype, grad.dtype), ([], []))
+        places.append(param.in_slot)
+        given.append(grad)
+    for places, given in alike.values():
+        torch._foreach_add_(places, given) if adds else torch._foreach_copy_(places, given)
+
+
+def write_lookups(place: torch.Tensor, lookups: list[Lookup], dense: torch.Tensor | None, *, adds: bool) -> None:
+    """Write the gradient of an embedding's weight into its slot, range by range. Frees `lookups`.
+
+    torch makes it as large as the weight, with a row of zeros for each token that the batch does not have. It would be
+    the largest tensor of a backward's end. The same kernel makes one range of rows at a time: each row has the same
+    bits.
+
+    Args:
+        place: [rows, width], in the slot.
+        lookups: of the weight, in the order of backward.
+        dense: [rows, width], the gradient of other uses of the weight, such as a tied head; changed. `place` itself if
+            this gradient is there already.
+        adds: to the gradient in the slot.
+    """
+    step = max(1, -(-len(place) // _RANGES))
+    for first in range(0, len(place), step):
+        part = place[first : first + step]
+        others = len(part)  # one row more, for the tokens outside of the range
+        total = None if dense is None else dense[first : first + step]
+        for grad, indices, padding in lookups:
+            local = indices - first
+            local = local.masked_fill((local < 0) | (local >= others) | (indices == padding), others)
+            made = torch.ops.aten.embedding_dense_backward(grad, local, others + 1, others, False)[:others]
+            total = made if total is None else total.add_(made)
+        assert total is not None
+        if dense is not place:
+            part.add_(total) if adds else part.copy_(total)
+        del total, made  # before the next range is made
+    lookups.clear()

@@ -75,7 +75,8 @@ def refuse_other_inputs(ranks: Communicator, inputs: object) -> None:
                 f"ranks {number} and {rank} of the model have parts of the same tensors (tensor parallelism, experts "
                 "beside the ranks that shard), and their forwards got different inputs: give all ranks along such an "
                 'axis the same batches, as DistributedSampler(data, num_replicas=mesh["dp"].size(), '
-                'rank=mesh.get_local_rank("dp")) does, and seed random inputs alike'
+                'rank=mesh.get_local_rank("dp")) does, and seed random inputs alike. If experts are on ranks with '
+                "batches of their own, give mesh= with all of these ranks"
             )
 
 
@@ -145,23 +146,6 @@ class Progress:
         """The engine calls hooks of the user's inside backward, for gradients that are complete: they may step."""
         return replacing((vars(self), "_calls_hooks", True))
 
-    def count_step(self, params: Sequence[torch.Tensor]) -> None:
-        """An optimizer is about to step `params`, some of them perhaps the model's. Errors: see `note_step`."""
-        first = next(filter(self.names.__contains__, params), None)
-        if first is not None and not self._calls_hooks and graph_task_id() != -1:
-            raise ShardingError(
-                f"an optimizer steps {self.names[first]!r} inside backward, with a part of its gradient: a hook of "
-                "register_post_accumulate_grad_hook has got the gradient of a penalty on the weight itself, such as "
-                "p.norm() in the loss. Step after backward(), or leave the penalty to the optimizer (weight_decay)"
-            )
-        if first is not None and self.is_local:
-            raise ShardingError(
-                f"an optimizer steps {self.names[first]!r} outside of LocalSGD, since which gradients are not averaged "
-                "over replicas: their weights would drift apart for good. Put this optimizer into a LocalSGD too; to "
-                "average gradients again, delete the other one, and let the new one have warmup_steps"
-            )
-        self.has_stepped = self.has_stepped or first is not None
-
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
         """Look at all steps from now on."""
         self.names = names
@@ -171,27 +155,40 @@ class Progress:
 _models: WeakSet[Progress] = WeakSet()
 
 
-def note_step(params: Sequence[torch.Tensor]) -> None:
+def note_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
     """An optimizer, any of the process, is about to step `params`.
 
+    Args:
+        params: some of them perhaps of models.
+        makes_grads: the step has a closure.
+
     Raises:
-        ShardingError: it steps inside a backward, with a gradient that is not complete, or outside of local SGD.
+        ShardingError: they have no gradients, because no backward has come to their model. Or it steps inside a
+            backward, with a gradient that is not complete, or outside of local SGD.
     """
     for progress in list(_models):
-        progress.count_step(params)
-
-
-def refuse_unreached(params: Sequence[torch.Tensor]) -> None:
-    """An optimizer, any of the process, is about to step `params`, without a closure.
-
-    Raises:
-        ShardingError: they have no gradients, because no backward has come to their model.
-    """
-    for progress in filter(operator.attrgetter("is_unreached"), list(_models)):
-        trained = (progress.names[param] for param in params if param.requires_grad and param in progress.names)
-        if all(param.grad is None for param in params) and (first := next(trained, None)) is not None:
+        first = next(filter(progress.names.__contains__, params), None)
+        if first is None:
+            continue
+        name = progress.names[first]
+        if progress.is_unreached and not makes_grads and all(param.grad is None for param in params):
+            trained = (progress.names[param] for param in params if param.requires_grad and param in progress.names)
+            if (missed := next(trained, None)) is not None:
+                raise ShardingError(
+                    f"an optimizer steps, and neither {missed!r} nor any other of its parameters has a gradient, "
+                    "although the model has run forward: no backward has come to it. backward(inputs=...) does not "
+                    "find sharded parameters, because layers compute with all-gathered copies: " + CALL_BACKWARD
+                )
+        if not progress._calls_hooks and graph_task_id() != -1:
             raise ShardingError(
-                f"an optimizer steps, and neither {first!r} nor any other of its parameters has a gradient, although "
-                "the model has run forward: no backward has come to it. backward(inputs=...) does not find sharded "
-                f"parameters, because layers compute with all-gathered copies: {CALL_BACKWARD}"
+                f"an optimizer steps {name!r} inside backward, with a part of its gradient: a hook of "
+                "register_post_accumulate_grad_hook has got the gradient of a penalty on the weight itself, such as "
+                "p.norm() in the loss. Step after backward(), or leave the penalty to the optimizer (weight_decay)"
             )
+        if progress.is_local:
+            raise ShardingError(
+                f"an optimizer steps {name!r} outside of LocalSGD, since which gradients are not averaged over "
+                "replicas: their weights would drift apart for good. Put this optimizer into a LocalSGD too; to "
+                "average gradients again, delete the other one, and let the new one have warmup_steps"
+            )
+        progress.has_stepped = True

@@ -104,9 +104,9 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise ShardingError(
             f"{type(self).__name__} is sharded by StreamShard and cannot be copied: shard a second model and load "
-            "full_state_dict(rank0_only=False) into it. An average of the weights (EMA) is such a second model: "
-            "average = StreamShard(Model().requires_grad_(False)), and after each step "
-            "streamshard.optim.update_parameters(average, model, step, multi_avg_fn=get_ema_multi_avg_fn(0.999))"
+            "full_state_dict(rank0_only=False) into it. An average of the weights (EMA) is made before sharding: "
+            "average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999)), then "
+            "StreamShard(average.module.requires_grad_(False)) and StreamShard(model)"
         )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -78,12 +78,14 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
     def grad(self, grad: torch.Tensor | None) -> None:
         if isinstance(grad, torch.Tensor):
             self._check("grad", grad)
-        put_grad(self, grad)
+        self.__dict__.pop(_UNREDUCED, None)  # a waiting gradient is dropped
+        with AsTensors():
+            set_grad(self, grad)
 
     @grad.deleter
     @skip
     def grad(self) -> None:
-        put_grad(self, None)
+        self.grad = None
 
     def __copy__(self) -> NoReturn:
         """Refused. Some classes of parameters copy in a way of their own, which a piece does not have."""
@@ -166,13 +168,6 @@ def grad_of(param: nn.Parameter) -> torch.Tensor:
     """The gradient of `param`, which has one, as a plain tensor."""
     with AsTensors():
         return cast(torch.Tensor, get_grad(param)).as_subclass(torch.Tensor)
-
-
-def put_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """``param.grad = grad``, unchecked. A waiting gradient is dropped."""
-    drop_unreduced(param)
-    with AsTensors():
-        set_grad(param, grad)
 
 
 # -- gradients that wait in their slots -------------------------------------------------------------------------------

@@ -143,9 +143,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     if not on_host:
         return _compute(answer, func, tensors[0], args, kwargs)
     first = on_host[0]  # others may lie on the device, or belong to other models
-    if _multiply_late(first.piece.host, func, args):
-        return None if func.__name__ == "_foreach_mul_" else args[0]
-    for tensor in on_host if answer not in (_norm, _foreach_norm) else ():
+    for tensor in on_host:
         tensor.piece.settle()
     args = (*args[:1], *map_tensors(args[1:], _number_on_host))
     kwargs = kwargs if "out" in kwargs else map_tensors(kwargs, _number_on_host)
@@ -168,22 +166,6 @@ def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, ar
 def _number_on_host(value: torch.Tensor) -> torch.Tensor:
     """Kernels of the CPU take no number of another device, as those of a device take the CPU's."""
     return value if value.ndim or isinstance(value, ShardedTensor | PartialNorm) else value.cpu()
-
-
-def _multiply_late(host: Any, func: Callable[..., Any], args: Any) -> bool:
-    """Let the next reader multiply gradients in host memory by one number: clipping does not wait for copies.
-
-    Returns:
-        Whether `func` is such a multiplication.
-    """
-    if func.__name__ not in ("mul_", "_foreach_mul_") or len(args) != 2:
-        return False
-    grads, factor = args[0] if isinstance(args[0], list | tuple) else [args[0]], args[1]
-    are_given = all(type(grad) is ShardedTensor and host.grads.is_given(grad) for grad in grads)
-    if type(factor) is not torch.Tensor or factor.ndim or not are_given:
-        return False
-    host.grads.multiply(list(grads), factor)
-    return True
 
 
 # -- elementwise ------------------------------------------------------------------------------------------------------
@@ -312,20 +294,10 @@ def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
 
 def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     norm, rest = torch.linalg.vector_norm, args[1:]
-    order = order_of(norm, args, kwargs)
-    if order is not None and all(map(_is_plain, args[0])):
-        norms = local_norms([each.as_subclass(torch.Tensor) for each in args[0]], order)
-        return [_partial(each, local, order, kwargs) for each, local in zip(args[0], norms, strict=True)]
     return [
         _norm(norm, each, (each, *rest), kwargs) if isinstance(each, ShardedTensor) else norm(each, *rest, **kwargs)
         for each in args[0]
     ]
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a piece on the device, and no graph is made."""
-    has_graph = tensor.requires_grad and torch.is_grad_enabled()
-    return isinstance(tensor, ShardedTensor) and tensor.piece.host is None and not has_graph
 
 
 def _partial(tensor: ShardedTensor, local: torch.Tensor, order: float, kwargs: Mapping[str, Any]) -> PartialNorm:
@@ -334,12 +306,7 @@ def _partial(tensor: ShardedTensor, local: torch.Tensor, order: float, kwargs: M
 
 
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    order, ranks, host = order_of(func, args, kwargs), tensor.piece.ranks, tensor.piece.host
-    if host is not None:
-        known = host.grads.norm_of(tensor) if order == 2.0 and type(tensor) is ShardedTensor else None
-        if known is not None:  # clipping does not wait for copies
-            return _partial(tensor, known, 2.0, kwargs)
-        host.settle()
+    order, ranks = order_of(func, args, kwargs), tensor.piece.ranks
     local = _on_device(tensor)
     has_graph = local.requires_grad and torch.is_grad_enabled()
     if tensor.piece.is_whole and (order is None or has_graph):

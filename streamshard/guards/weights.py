@@ -9,11 +9,12 @@ in every forward, and hardly ever changes a value.)
 A streamed unit has its weights in a slot only while one of its layers runs. At other times its unsharded parameters
 have another class, `AbsentWeight`, which answers questions about shape, dtype and device. Any other operation needs the
 values: it raises and names the weight if the unit is streamed, and all-gathers the unit if it is resident. An unsharded
-parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight.
+parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight. Nor
+a gradient: a resident unit, or the root unit, whose gradients have taken its slot is absent until it is gathered again.
 
 Saved tensors have no such class. So while a weight is absent, its version counter, which its views share, holds a
-special number. Autograd then refuses to use it: its error says that a tensor "is at version 16777216". There are two
-numbers, for inside and outside a forward.
+special number. Autograd then refuses to use it: its error says that a tensor "is at version 16777217". Each forward's
+end makes it one more, so what autograd saves while a weight is absent is refused behind the forward.
 
 Changing the class is one assignment per parameter and use, 30 ns. torch offers nothing else: a tensor with an exchanged
 storage reads that storage, and no storage raises when it is read.
@@ -40,7 +41,7 @@ from streamshard.torch_private import AsTensors, get_data, make_subclass, set_da
 
 _version_of = operator.attrgetter("_version")
 
-ABSENT_VERSION = 1 << 24  # of absent weights; one more inside a forward. Others count in-place changes
+ABSENT_VERSION = 1 << 24  # of absent weights; one more after each forward. Others count in-place changes
 
 
 class _Guarded(torch.Tensor):
@@ -281,8 +282,9 @@ class WeightGuard:
         self._before.clear()
 
     def mark_gone(self) -> None:
-        """Gradients take the slot of a resident unit: until `begin_use`, a backward that reads the weights raises."""
+        """Gradients take the slot of a resident unit. Until `set_present` the weights are absent, in backward too."""
         self.is_gone = True
+        self.set_present(False, marks=False)
         set_versions(self._aliases, [ABSENT_VERSION] * len(self._aliases))
 
     def remember(self, index: int) -> None:
@@ -307,10 +309,10 @@ class WeightGuard:
         if changed:
             _refuse(self.names[min(changed)], "was changed in place")
 
-    def mark_absent(self, *, in_forward: bool) -> None:
-        """A forward begins or has ended: a backward that reads the weights raises. See [Note: absent weights]."""
+    def mark_absent(self) -> None:
+        """A forward has ended: a backward that reads the weights raises. See [Note: absent weights]."""
         if self._is_shared:
-            self._absent = [ABSENT_VERSION + in_forward] * len(self._aliases)
+            self._absent = [number + 1 for number in self._absent]
             set_versions(self._aliases, self._absent)
 
     def _bytes(self, index: int) -> torch.Tensor:
@@ -373,8 +375,7 @@ def _refuse(name: str, what: str) -> NoReturn:
     )
 
 
-# In autograd's error.
-_MODIFIED = re.compile(f"version ({ABSENT_VERSION}|{ABSENT_VERSION + 1})|another view of its base has been modified")
+_MODIFIED = re.compile(r"version \d{8,}|another view of its base has been modified")  # in autograd's error
 
 
 def explain_version(error: BaseException | None) -> str | None:

@@ -2,8 +2,8 @@
 
 Every rank owns a shard, so it has to gather, reduce, clip and step until the last rank has no inputs. At the start of a
 pass all ranks meet: the ranks with inputs announce the pass (whether it trains, whether it is synchronised). After a
-backward the user's loop clips and steps; a rank without inputs calls ``repeat=``. At the next training pass, and at the
-end, ranks compare their clipping and steps.
+backward the user's loop clips and steps; a rank without inputs calls ``repeat=``. The next backward finds out, as in
+every loop, if some ranks have stepped and others not; the end does too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, JoinHook
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from streamshard.core.engine import Inputs
 from streamshard.core.forward import begin_forward
 from streamshard.core.graph_hooks import run_empty_backward
 from streamshard.core.module_state import engine_of
-from streamshard.core.optimizer_kinds import params_in
-from streamshard.errors import ConfigError, ShardingError
-from streamshard.planning.structure import params_of
+from streamshard.core.reductions import OUT_OF_STEP
+from streamshard.errors import ConfigError, RankMismatchError, ShardingError
 
 _DOING = "begin a pass, or end Join"
 
@@ -33,15 +29,11 @@ class _Row(NamedTuple):
     """A rank's message when a pass is announced.
 
     Attributes:
-        acts: the rank's steps and clipping since the last training pass, e.g. ``AdamW.step(lr=0.1, ...)``.
-        issued: a hash of all collectives that the rank has issued.
         can_repeat: the rank has a function ``repeat=``.
         casts: the rank's weights may have changed since the last pass. Then all ranks cast their weights again.
         begins: the rank's own pass; None: the rank has no inputs.
     """
 
-    acts: list[str]
-    issued: int
     can_repeat: bool
     casts: bool
     begins: JoinPass | None
@@ -54,31 +46,33 @@ class JoinPass(NamedTuple):
     no_sync: bool
 
 
-class UnevenInputs(Inputs):
-    """Inputs that may run out on some ranks: announces passes, shadows other ranks' passes, compares ranks' steps.
+class UnevenInputs:
+    """Inputs that may run out on some ranks: announces passes, and shadows other ranks' passes.
 
     Args:
         model: the root, made by `StreamShard`.
         repeat: a rank without inputs calls it after each synchronised backward of the others. None: evaluation only.
         divides_by_all: gradients are means over all ranks, with zeros of ranks without inputs. False: means over the
             ranks with inputs.
-    """
 
-    compares_steps = True
+    Attributes:
+        buffer_source: number of the rank that sends its buffers to all ranks.
+    """
 
     def __init__(self, model: nn.Module, repeat: Callable[[], object] | None, divides_by_all: bool) -> None:
         self._model = model
         self._engine = engine_of(model)
+        self.buffer_source = 0
         self._repeat = repeat
         self._divides_by_all = divides_by_all
-        self._params = set(params_of(model).values())
-        self._acts: list[str] | None = None  # see `_Row`; None: there was no training pass
+        self._divisor = float(self._engine.ranks.world_size)  # of gradients, in the last pass
         self._is_complete = False  # the last training pass was synchronised: its gradients are complete
         self._shadows = False  # this rank is inside another rank's pass
-        self._handle = register_optimizer_step_pre_hook(self._on_step)
+        if (earlier := self._engine.inputs) is not None:
+            earlier.leave()  # an exception has ended it, and something keeps its hook
         self._engine.inputs = self
 
-    # -- called by the engine and by optimizers -----------------------------------------------------------------------
+    # -- called by the engine ----------------------------------------------------------------------------------------
 
     def before_pass(self) -> None:
         """Announce this rank's pass to the others.
@@ -90,21 +84,6 @@ class UnevenInputs(Inputs):
         if not self._shadows and config.enable:
             Join.notify_join_context(self._model)  # type: ignore[arg-type]  # has all that a Joinable has
             self._announce(JoinPass(torch.is_grad_enabled(), not self._engine.is_synced))
-
-    def on_clipping(self, max_norm: object, norm_type: float) -> None:
-        """See `Inputs`."""
-        self._note("clip_grad_norm_", {"max_norm": max_norm, "norm_type": norm_type})
-
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """A global hook: an optimizer is about to step."""
-        if not self._params.isdisjoint(params_in(optimizer.param_groups)):
-            for group in optimizer.param_groups:
-                settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-                self._note(f"{type(optimizer).__name__}.step", settings)
-
-    def _note(self, name: str, settings: dict[str, Any]) -> None:
-        if self._acts is not None:  # acts before the first training pass are not compared
-            self._acts.append(f"{name}({', '.join(f'{key}={_text(value)}' for key, value in settings.items())})")
 
     # -- on ranks without inputs --------------------------------------------------------------------------------------
 
@@ -142,64 +121,51 @@ class UnevenInputs(Inputs):
         """All ranks have run out.
 
         Raises:
-            ShardingError: on all ranks: ranks did different things after the last backward.
+            RankMismatchError: on all ranks: after the last backward some ranks have stepped, and others not.
         """
         try:
-            _compare(self._engine.ranks.gather_objects(_DOING, self._row(None)))
+            steps = self._engine.ranks.gather_objects(_DOING, self._engine.progress.has_stepped)
+            if len({*steps}) > 1:
+                raise RankMismatchError(OUT_OF_STEP)
             self._engine.buffers.sync(self.buffer_source)  # one of the last ranks with inputs
         finally:
             self.leave()
 
     def leave(self) -> None:
         """Restore the state before the context, unless another context has begun. A second call does nothing."""
-        self._handle.remove()
         if self._engine.inputs is self:
-            self._engine.inputs = Inputs()
+            self._engine.inputs = None
+            if self._engine.ranks.grad_divisor == self._divisor:  # else it is the user's factor
+                self._engine.reductions.divide_by(float(self._engine.ranks.world_size))
             self._engine.progress.has_stepped = True  # ranks without inputs may have taken no step
             self._model.__dict__.pop("_join_config", None)
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
-
-    def _row(self, begins: JoinPass | None) -> _Row:
-        engine = self._engine
-        issued, casts = engine.ranks.recorder.log.digest, not engine.are_weights_current
-        return _Row(self._acts or [], issued, self._repeat is not None, casts, begins)
 
     def _announce(self, own: JoinPass | None) -> JoinPass:
         """Agree with the other ranks on the next pass. Ranks with inputs decide.
 
         Raises:
             ConfigError: the pass trains, and a rank has no ``repeat=``; or two settings choose the divisor.
-            ShardingError: the last step, or this pass, differs between ranks.
+            ShardingError: this pass differs between ranks.
         """
-        rows: list[_Row] = self._engine.ranks.gather_objects(_DOING, self._row(own))
+        engine = self._engine
+        row = _Row(self._repeat is not None, not engine.are_weights_current, own)
+        rows: list[_Row] = engine.ranks.gather_objects(_DOING, row)
         passes = {rank: row.begins for rank, row in enumerate(rows) if row.begins is not None}
         announced = _agreed(rows, passes)
         if announced.gradients:
-            _compare(rows)
-            self._acts = []
             self._is_complete = not announced.no_sync
         if any(row.casts for row in rows):
-            self._engine.are_weights_current = False  # units in host memory look at versions
-        ranks = self._engine.ranks
-        if not self._divides_by_all and ranks.grad_divisor != ranks.world_size:
-            what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
-            raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
-        self.grad_scale = 1.0 if self._divides_by_all else len(rows) / len(passes)
+            engine.are_weights_current = False  # units in host memory look at versions
+        if not self._divides_by_all:
+            if engine.ranks.grad_divisor != self._divisor:
+                what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
+                raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
+            self._divisor = engine.ranks.world_size * len(passes) / len(rows)  # replicas average these means
+            engine.reductions.divide_by(self._divisor)
         self.buffer_source = max(passes)  # a rank with inputs, as under DDP
         return announced
-
-
-def _compare(rows: list[_Row]) -> None:
-    """Raise on all ranks unless all took the same steps since the last training pass."""
-    for rank, row in enumerate(rows):
-        did, first = (", ".join(each.acts) or "nothing" for each in (row, rows[0]))
-        if did != first or row.issued != rows[0].issued:
-            alone = ", but one of them took a norm or another sum alone" if did == first else ""
-            what = f"after a backward rank {rank} did {did}; rank 0 did {first}{alone}"
-            raise ShardingError(
-                f"uneven inputs (Join): {what}. Join's repeat= takes all of a step, scheduler.step() too"
-            )
 
 
 def _agreed(rows: list[_Row], passes: dict[int, JoinPass]) -> JoinPass:
@@ -214,13 +180,6 @@ def _agreed(rows: list[_Row], passes: dict[int, JoinPass]) -> JoinPass:
             what = f"a training pass, and rank {rank} has no repeat=, such as Join([model], repeat=optimizer.step)"
             raise ConfigError(f"uneven inputs (Join): {what}. Evaluate under torch.no_grad()")
     return announced
-
-
-def _text(value: Any) -> str:
-    """`value` in words that are equal on all ranks; integers as floats."""
-    value = value.tolist() if isinstance(value, torch.Tensor) else value
-    value = float(value) if type(value) is int else value
-    return str(value) if isinstance(value, bool | float | str | list | tuple | None) else type(value).__name__
 
 
 class UnevenHook(JoinHook):

@@ -31,7 +31,7 @@ from streamshard.core.module_state import engine_at_rest, engine_of, handle_of, 
 from streamshard.core.params import Param
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.full import gather_full, under_params
-from streamshard.guards.modules import ShardedModule, change_class, original_class, watched_class
+from streamshard.guards.modules import ShardedModule, change_class, original_class
 from streamshard.integrations.huggingface import HuggingFace, is_from, is_model_of
 from streamshard.planning.structure import modules_inside
 from streamshard.torch_private import is_traced
@@ -44,24 +44,17 @@ def has_adapters(model: nn.Module) -> bool:
     return is_model_of(model, "peft") or getattr(model, "_hf_peft_config_loaded", False)
 
 
-class _Inside(ShardedModule):
-    """A base of the class that a library's model inside a layer gets."""
-
-
 class _Conventions(HuggingFace):
     """`HuggingFace`, with the methods of this module on the models."""
 
     def replace_methods(self, root: nn.Module) -> None:
         """Replace methods that need full weights, on the classes that StreamShard makes for the model's modules.
 
-        A module inside a layer still has its library's class: give it a class of StreamShard's too, whose methods
-        refuse.
+        A module inside a layer keeps its library's class, whose methods raise when they read pieces.
         """
         for module in modules_inside(root):
-            if methods := _methods_of(module, is_root=module is root):
-                if not isinstance(module, ShardedModule):
-                    change_class(module, watched_class(type(module), _Inside))
-                for name, method in methods.items():
+            if isinstance(module, ShardedModule):
+                for name, method in _methods_of(module, is_root=module is root).items():
                     setattr(type(module), name, method)
 
 

@@ -29,7 +29,7 @@ def accumulate(
     """See `StreamShard.accumulate`. `engine` is the model's."""
     if engine.ranks.n_parts > 1 or any(flat.kind.is_expert for unit in engine.units for flat in unit.flat_params):
         refuse_accumulation(HAS_DTENSORS)
-    if engine.inputs.compares_steps:
+    if engine.inputs is not None:
         refuse_accumulation("it runs inside Join")
     if any(map(has_hooks, engine.units)):
         refuse_accumulation("a parameter has a hook of register_post_accumulate_grad_hook, called in every backward")

@@ -30,8 +30,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from streamshard.core.graph_hooks import refuse_without_room
-from streamshard.core.lookups import Lookup
-from streamshard.core.params import Param
+from streamshard.core.params import Lookup, Param
 from streamshard.core.unit import Unit
 from streamshard.errors import ConfigError, ShardingError, StateError
 from streamshard.guards.weights import WeightGuard, weight_at

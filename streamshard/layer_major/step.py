@@ -81,7 +81,7 @@ class _Backward(Backward):
 
     def reduce_streamed(self) -> None:
         """All visits are over: reduce the streamed units that are left."""
-        self._engine.issue(self._schedule.finish())
+        self._engine.issue(self._schedule.advance_to())
 
     def _close_pass(self) -> None:
         """See `Backward`. Also reduces the resident units that are left, after an exception."""

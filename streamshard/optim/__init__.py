@@ -1,7 +1,6 @@
-"""Optimizers: `WholeParameterOptimizer`, elementwise ones on pieces, wrappers around others, averages."""
+"""Optimizers: `WholeParameterOptimizer`, elementwise ones on pieces, wrappers around others."""
 
 from streamshard.core.optimizer_kinds import elementwise
-from streamshard.optim.averages import update_parameters
 from streamshard.optim.whole import WholeParameterOptimizer
 
-__all__ = ["WholeParameterOptimizer", "elementwise", "update_parameters"]
+__all__ = ["WholeParameterOptimizer", "elementwise"]

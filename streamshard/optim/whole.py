@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
 from streamshard.config import parse_bytes
+from streamshard.core.optimizer_hooks import PiecesOfState
 from streamshard.core.optimizer_kinds import full_name, is_elementwise_class, params_in
-from streamshard.core.state_pieces import PiecesOfState
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of

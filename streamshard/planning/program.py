@@ -179,12 +179,13 @@ class Schedule:
             self.log.append(unit)
             self._has_inner_uses = True
 
-    def advance_to(self, visit: int) -> list[Op]:
-        """All visits before `visit` are over.
+    def advance_to(self, visit: int | None = None) -> list[Op]:
+        """All visits before `visit` are over. None: the pass is over.
 
         Returns:
             The operations that have become possible, in the order in which to issue them.
         """
+        visit = len(self.visits) if visit is None else visit
         if visit > self.position:
             self.log.extend(self.visits[self.position : visit])
             self.position = visit
@@ -193,10 +194,6 @@ class Schedule:
             ops += step
         self._issued_steps = self.position + 1
         return ops
-
-    def finish(self) -> list[Op]:
-        """The pass is over: the operations that are left."""
-        return self.advance_to(len(self.visits))
 
     def adopt_order(self, order: Iterable[int]) -> None:
         """Let backward visit each unit once, in `order`, which ranks have learnt from this pass.

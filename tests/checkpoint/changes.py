@@ -64,6 +64,17 @@ def sweep(
         yield number, place, error
 
 
+def acting(done: list[str], number: int, act: Act, lasting: bool) -> Callable[[str, Callable[[], Any]], Any]:
+    """A function that carries out a call, noting it in `done`; ``act(call)`` instead at the number, or `lasting`."""
+
+    def carry_out(what: str, call: Callable[[], Any]) -> Any:
+        done.append(what)
+        is_now = len(done) - 1 == number or (lasting and len(done) > number)
+        return act(call) if is_now else call()
+
+    return carry_out
+
+
 @contextlib.contextmanager
 def at_change(number: int, act: Act, *, lasting: bool = False, calls: Collection[str] = CHANGES) -> Iterator[list[str]]:
     """Inside, ``act(real_call)`` takes the place of the change with this number, from 0, or of `lasting` ones.
@@ -74,14 +85,13 @@ def at_change(number: int, act: Act, *, lasting: bool = False, calls: Collection
         The changes so far, as "rename".
     """
     done: list[str] = []
+    carry_out = acting(done, number, act, lasting)
 
     def watch(real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if name == "open" and not args[1] & os.O_CREAT:
                 return real(*args, **kwargs)
-            done.append(name)
-            is_now = len(done) - 1 == number or (lasting and len(done) > number)
-            return act(lambda: real(*args, **kwargs)) if is_now else real(*args, **kwargs)
+            return carry_out(name, lambda: real(*args, **kwargs))
 
         return call
 

@@ -26,9 +26,9 @@ from streamshard.checkpoint.storage import MANIFEST_NAME, Partial
 FILE = "rank-00000-of-00001.safetensors"
 
 
-def put(directory: Path, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
+def put(directory: Path, number: int, keep: int | None = None) -> Path:
     """A checkpoint with one file of four bytes."""
-    return publish(begin(directory, number), number, saved_at, keep)
+    return publish(begin(directory, number), number, keep)
 
 
 def begin(directory: Path, number: int) -> Partial:
@@ -37,8 +37,8 @@ def begin(directory: Path, number: int) -> Partial:
     return partial
 
 
-def publish(partial: Partial, number: int, saved_at: str = "2026-01-01", keep: int | None = None) -> Path:
-    versions = {"streamshard": "0", "torch": "0", "saved_at": saved_at}
+def publish(partial: Partial, number: int, keep: int | None = None) -> Path:
+    versions = {"streamshard": "0", "torch": "0", "saved_at": "2026-01-01"}
     state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
     manifest = Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state)
     path = publish_checkpoint(partial.path, manifest, keep)
@@ -56,6 +56,13 @@ def rewrite(checkpoint: Path, change: Callable[[Any], object]) -> None:
     content = json.loads((checkpoint / MANIFEST_NAME).read_bytes())["content"]
     change(content)
     write_body(checkpoint, json.dumps(content).encode())
+
+
+def flip(file: Path, place: int = 0) -> None:
+    """Another bit in the byte at `place`."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
 
 
 def write_dcp(directory: Path, state: dict[str, Any], change: Callable[[Any], object] = lambda metadata: None) -> None:

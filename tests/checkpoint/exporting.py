@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from streamshard import StreamShard
+from streamshard.checkpoint.export import FileNames, StoredDirectory
+from streamshard.checkpoint.safetensors_file import read_ranges
+from streamshard.checkpoint.storage import Location
 from tests.families import bert, dinov2, gpt2, llama, mixtral, t5, vit
 from tests.reference import FP32
 
@@ -67,6 +70,13 @@ def stored_bytes(directory: Path) -> dict[str, bytes] | None:
         with safe_open(directory / file, "pt") as opened:
             found[name] = _bytes(opened.get_tensor(name))
     return found
+
+
+def read_by_us(directory: Location) -> dict[str, bytes]:
+    """All tensors of an export as `load_safetensors` finds them."""
+    tensors = StoredDirectory(directory, FileNames("model")).tensors
+    parts = read_ranges([(each, 0, each.numel) for each in tensors.values()])
+    return {name: _bytes(part) for name, part in zip(tensors, parts, strict=True)}
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ import fsspec
 import pytest
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from tests.checkpoint.changes import Act
+from tests.checkpoint.changes import Act, acting
 
 
 def _objects_in(path: str) -> list[str]:
@@ -114,12 +114,7 @@ def at_operation(number: int, act: Act, *, lasting: bool = False) -> Iterator[li
         The operations so far, as "put /tmp/x".
     """
     done: list[str] = []
-
-    def watch(kind: str, path: str, action: Callable[[], Any]) -> Any:
-        done.append(f"{kind} {path}")
-        is_now = len(done) - 1 == number or (lasting and len(done) > number)
-        return act(action) if is_now else action()
-
+    carry_out = acting(done, number, act, lasting)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Kept, "watch", staticmethod(watch))
+        patch.setattr(Kept, "watch", staticmethod(lambda kind, path, action: carry_out(f"{kind} {path}", action)))
         yield done

@@ -9,7 +9,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import OneCycleLR
 
 from streamshard import StreamShard
 from tests.models import VOCABULARY, TinyConfig, TinyLM, next_token_loss, token_batch
@@ -48,14 +48,6 @@ class Run(NamedTuple):
     optimizer: torch.optim.Optimizer
     extra: dict[str, Any]
 
-    @property
-    def scheduler(self) -> LRScheduler:
-        return self.extra["scheduler"]
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler:
-        return self.extra["scaler"]
-
 
 def start(seed: int, model: nn.Module | None = None, **settings: Any) -> Run:
     """A run from the beginning; another `seed` differs in every number."""
@@ -77,7 +69,7 @@ def steps(run: Run, first: int, last: int, *, spread: int | None = None) -> list
         first, last: numbers of batches.
         spread: batches are the same for all numbers of ranks that divide this, and random numbers do not matter.
     """
-    losses = []
+    losses, scaler = [], run.extra["scaler"]
     rank, world_size = dist.get_rank(), dist.get_world_size()
     run.model.train()
     for module in run.model.modules():
@@ -92,13 +84,13 @@ def steps(run: Run, first: int, last: int, *, spread: int | None = None) -> list
             rows = spread // world_size
             tokens = token_batch(number, 0, rows=spread)[rank * rows : (rank + 1) * rows]
         loss = next_token_loss(run.model(tokens), tokens)
-        run.scaler.scale(loss).backward()
-        run.scaler.unscale_(run.optimizer)
+        scaler.scale(loss).backward()
+        scaler.unscale_(run.optimizer)
         run.model.clip_grad_norm_(1.0)
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
+        scaler.step(run.optimizer)
+        scaler.update()
         run.optimizer.zero_grad()
-        run.scheduler.step()
+        run.extra["scheduler"].step()
         mean = loss.detach()
         if spread is not None:
             dist.all_reduce(mean)

@@ -25,7 +25,7 @@ from streamshard.tools.command import main
 from tests.checkpoint import runs
 from tests.checkpoint.crafted import write_dcp
 from tests.models import DIM, next_token_loss, token_batch
-from tests.ranks import RankContext, RankPool
+from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import FP32, case
 
 ROWS = 4
@@ -65,10 +65,10 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last:
     return losses
 
 
-def _ours(seed: int, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[Any, torch.optim.Optimizer]:
+def _ours(seed: int) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model: Any = StreamShard(Counted(), precision=FP32)
-    return model, kind(_groups(model))
+    return model, torch.optim.AdamW(_groups(model))
 
 
 def _theirs(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -138,34 +138,21 @@ def test_we_go_on_where_fsdp2_has_stopped(ranks: RankPool, tmp_path: Path, layou
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-def _everything(path: Path) -> dict[str, torch.Tensor]:
-    opened = open_verified(path, RankGroup())
-    return {name: opened.read_whole(name) for name in opened.manifest.tensors}
-
-
-# ------------------------------------------------------------------------------------------------ what does not fit
-
-
-def _refused(context: RankContext, directory: Path, what: str) -> str:
-    model, optimizer = _ours(1, torch.optim.SGD if what == "optimizer" else torch.optim.AdamW)
-    if what == "tied":
-        other: Any = Counted()
-        other.head.weight = nn.Parameter(torch.zeros(48, DIM))
-        model = StreamShard(other, precision=FP32)
-        optimizer = torch.optim.AdamW(_groups(model))
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(directory, model, optimizer)
-    return str(caught.value)
-
-
-def test_what_does_not_fit_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(1)
+def test_what_does_not_fit_is_refused(context: RankContext, tmp_path: Path) -> None:
     """DCP does not name the optimizer's class, but has its options; a weight that is tied there only is seen."""
-    ranks(1).run(_train_ours, tmp_path / "run")
+    _train_ours(context, tmp_path / "run")
     to_dcp(tmp_path / "run", tmp_path / "dcp")
     from_dcp(tmp_path / "dcp", tmp_path / "back")
-    assert "it is not of a SGD" in ranks(1).run(_refused, tmp_path / "back", "optimizer")[0]
-    told = ranks(1).run(_refused, tmp_path / "back", "tied")[0]
-    assert "only one of checkpoint and run has 'model/head.weight'" in told
+    model, untied = _ours(1)[0], Counted()
+    untied.head.weight = nn.Parameter(torch.zeros(48, DIM))
+    other = StreamShard(untied, precision=FP32)
+    for run, told in (
+        ((model, torch.optim.SGD(_groups(model))), "it is not of a SGD"),
+        ((other, torch.optim.AdamW(_groups(other))), "only one of checkpoint and run has 'model/head.weight'"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            load_checkpoint(tmp_path / "back", *run)
 
 
 def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,12 +167,10 @@ def test_directories_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest
     assert main(["convert", str(tmp_path / "app"), str(run), "--from", "dcp"]) == 2
     assert "--model-key" in capsys.readouterr().err
     stored = next((tmp_path / "app").glob("*.distcp"))
-    stored.write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"cannot read .*app: \S"):
-        from_dcp(tmp_path / "app", run, model="app.model")
-    stored.unlink()
-    with pytest.raises(CheckpointError, match=r"cannot read .*app: FileNotFoundError"):
-        from_dcp(tmp_path / "app", run, model="app.model")
+    for damage, told in ((lambda: stored.write_bytes(b""), r"\S"), (stored.unlink, "FileNotFoundError")):
+        damage()
+        with pytest.raises(CheckpointError, match=f"cannot read .*app: {told}"):
+            from_dcp(tmp_path / "app", run, model="app.model")
     assert not list(run.glob("*"))
     with pytest.raises(CheckpointError, match="app exists: convert into a new directory"):
         to_dcp(tmp_path, tmp_path / "app")
@@ -197,15 +182,13 @@ def test_other_prefixes_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[
     run = tmp_path / "run"
     assert main(["convert", str(tmp_path / "dcp"), str(run), "--from", "dcp", "--model-key", "app.net"]) == 0
     assert "left out: seen" in capsys.readouterr().out
-    assert torch.equal(_everything(run / "checkpoint-1")["model/weight"], torch.ones(2, 3))
+    assert torch.equal(open_verified(run / "checkpoint-1", RankGroup()).read_whole("model/weight"), torch.ones(2, 3))
     bare = {"weight": torch.zeros(2), "optimizer": {"state": {"weight": {"step": torch.tensor(3.0)}}}}
     write_dcp(tmp_path / "bare", bare)
     path, left_out = from_dcp(tmp_path / "bare", run, model="")
     assert (path.name, left_out) == ("checkpoint-2", [])
-    assert _everything(path).keys() == {"model/weight"}
+    assert open_verified(path, RankGroup()).manifest.tensors.keys() == {"model/weight"}
 
-
-# ------------------------------------------------------------------------------------------------ DCP's files
 
 STATE = {"model": {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3)}}
 
@@ -215,11 +198,8 @@ def test_tensors_and_values_that_torch_writes_come_back(tmp_path: Path) -> None:
     dtypes = [torch.uint16, torch.uint64, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int8]
     state: dict[str, Any] = {str(dtype): torch.tensor([1, 0, 1]).to(dtype) for dtype in dtypes}
     state |= {"turned": torch.arange(6.0).view(2, 3).t(), "expanded": torch.ones(1).expand(3)}
-    state |= {
-        "number": torch.tensor(3),
-        "empty": torch.zeros(0, 3),
-        "list": [-5, 2**70, 1.5, "é", None, True, (1, dtypes)],
-    }
+    state |= {"number": torch.tensor(3), "empty": torch.zeros(0, 3)}
+    state["list"] = [-5, 2**70, 1.5, "é", None, True, (1, dtypes)]
     write_dcp(tmp_path / "dcp", state)
     files = DcpFiles(tmp_path / "dcp")
     assert files.entries.keys() == state.keys()
@@ -252,27 +232,21 @@ def test_pickles_in_dcp_directories_run_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
-def _tensor(metadata: Any) -> Any:
-    return metadata.state_dict_metadata["model.a"]
+def _part(metadata: Any, **others: Any) -> None:
+    """Change where a part of tensor "a" lies."""
+    vars(next(part for index, part in metadata.storage_data.items() if index.fqn == "model.a")).update(others)
 
 
-def _part(metadata: Any) -> Any:
-    return next(part for index, part in metadata.storage_data.items() if index.fqn == "model.a")
+def _tensor(metadata: Any, size: list[int], **others: Any) -> None:
+    vars(metadata.state_dict_metadata["model.a"]).update(size=torch.Size(size), **others)
 
 
+CHUNK = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([3, 2]))
 WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
-    "a file outside": (lambda each: setattr(_part(each), "relative_path", "../x"), "wanted a file in the directory"),
-    "a larger shape": (
-        lambda each: setattr(_tensor(each), "size", torch.Size([2**40, 3])),
-        "do not hold each element of a tensor",
-    ),
-    "another shape": (
-        lambda each: _tensor(each).__dict__.update(
-            size=(shape := torch.Size([3, 2])), chunks=[ChunkStorageMetadata(torch.Size([0, 0]), shape)]
-        ),
-        r"does not hold a piece of shape \[3, 2\]",
-    ),
-    "a part that is cut off": (lambda each: setattr(_part(each), "length", 100), "BadZipFile"),
+    "a file outside": (lambda each: _part(each, relative_path="../x"), "wanted a file in the directory"),
+    "a larger shape": (lambda each: _tensor(each, [2**40, 3]), "do not hold each element of a tensor"),
+    "another shape": (lambda each: _tensor(each, [3, 2], chunks=[CHUNK]), r"does not hold a piece of shape \[3, 2\]"),
+    "a part that is cut off": (lambda each: _part(each, length=100), "BadZipFile"),
     "no places": (lambda each: setattr(each, "storage_data", None), "of .*dcp: AttributeError: .*NoneType"),
 }
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,14 +19,13 @@ from torch import nn
 
 from streamshard import StreamShard, export_safetensors, load_safetensors
 from streamshard.checkpoint import local_directory, storage
+from streamshard.checkpoint.disk_layout import Rearrangement
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from tests.checkpoint.exporting import MODELS, Plain, assert_same_files, filled, names_in, sharded, stored_bytes
 from tests.families import gpt2, llama, mixtral, qwen3_vl_moe
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, assert_same, full_weights
 from tests.test_big_models import sampling_peak
-
-# ------------------------------------------------------------------------------------------------ what is written
 
 
 @on_ranks(2)
@@ -56,7 +54,10 @@ def test_experts_are_split_by_their_own_size(context: RankContext, tmp_path: Pat
 
 @on_ranks(2)
 def test_dtype_argument_converts_weights_and_config(context: RankContext, tmp_path: Path) -> None:
-    """Every way of saying it equals ``model.to(dtype).save_pretrained``, and the model keeps its own config."""
+    """Every way of saying it equals ``model.to(dtype).save_pretrained``, and the model keeps its own config.
+
+    A dtype that is no floating dtype raises, and nothing is written.
+    """
     model: Any = StreamShard(filled(gpt2))
     if context.rank == 0:
         filled(gpt2, torch.bfloat16).save_pretrained(tmp_path / "theirs")
@@ -65,14 +66,8 @@ def test_dtype_argument_converts_weights_and_config(context: RankContext, tmp_pa
         assert model.config.architectures is None
         if context.rank == 0:
             assert_same_files(tmp_path / str(number), tmp_path / "theirs")
-
-
-@on_ranks(1)
-def test_dtype_that_is_no_floating_dtype_raises(context: RankContext, tmp_path: Path) -> None:
-    """The message repeats what was given; nothing is written."""
-    model = sharded(filled(Plain))
-    dtypes: list[Any] = ["bf16x", "int8", torch.int8, 16]
-    for dtype in dtypes:
+    others: list[Any] = ["bf16x", "int8", torch.int8, 16]
+    for dtype in others:
         with pytest.raises(ConfigError, match="wanted a floating-point torch.dtype"):
             export_safetensors(model, tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
@@ -105,28 +100,12 @@ def test_weights_tied_without_being_declared_are_all_written(context: RankContex
         assert torch.equal(restored[name], tensor), name
 
 
-@on_ranks(1)
-def test_model_with_adapters_is_refused(context: RankContext, tmp_path: Path) -> None:
-    """`save_pretrained` would save the adapters only. Whether transformers or PEFT itself has put them there."""
-    marked, adapted = llama(), llama()
-    marked._hf_peft_config_loaded = True
-    adapted.model.extra = type("Layer", (nn.Module,), {"__module__": "peft.tuners.lora.layer"})()
-    for model, where in ((marked, ""), (adapted, r".'model.extra'")):
-        with pytest.raises(CheckpointError, match=f"has adapters of PEFT.*{where}"):
-            export_safetensors(StreamShard(model), tmp_path)
-
-
-# ------------------------------------------------------------------------------------------------ sharded models
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("make", [*MODELS, qwen3_vl_moe])
-def test_sharded_model_exports_what_save_pretrained_writes_and_loads_it(
-    context: RankContext, make: Callable[[], nn.Module], tmp_path: Path
-) -> None:
+def test_an_export_is_what_save_pretrained_writes(context: RankContext, make: Any, tmp_path: Path) -> None:
     """The class made by sharding, its pieces and its ranks change nothing in the files."""
     model, wanted = filled(make), filled(make)
-    size = "5GB" if make in (mixtral, qwen3_vl_moe) else "3KB"
+    size = "5GB" if "num_experts" in str(model.config) else "3KB"
     if context.rank == 0:
         model.save_pretrained(tmp_path / "theirs", max_shard_size=size)
     export_safetensors(StreamShard(model), tmp_path / "ours", max_shard_size=size)
@@ -135,9 +114,6 @@ def test_sharded_model_exports_what_save_pretrained_writes_and_loads_it(
     loaded = sharded(make())
     load_safetensors(loaded, tmp_path / "ours")
     assert_same(full_weights(loaded), wanted.state_dict(), "loaded", EXACT)
-
-
-# ------------------------------------------------------------------------------------------------ transformers' methods
 
 
 @on_ranks(2)
@@ -162,21 +138,20 @@ def test_save_pretrained_of_a_sharded_model_exports_it(context: RankContext, tmp
 @on_ranks(2)
 def test_what_save_pretrained_of_a_sharded_model_cannot_do_raises(context: RankContext, tmp_path: Path) -> None:
     model: Any = StreamShard(llama())
-    with pytest.raises(CheckpointError, match=r"variant='fp16'.*full_state_dict.*state_dict=weights, variant="):
-        model.save_pretrained(tmp_path, variant="fp16")
-    with pytest.raises(CheckpointError, match=r"push_to_hub=True.*state_dict=weights"):
-        model.save_pretrained(tmp_path, context.rank == 0, None, True)
-    with pytest.raises(
-        CheckpointError, match=r"save_pretrained\(directory\) on all ranks.*upload_folder\(repo_id='me/it'"
+    for call, told in (
+        (
+            lambda: model.save_pretrained(tmp_path, variant="fp16"),
+            r"variant='fp16'.*full_state_dict.*weights, variant=",
+        ),
+        (lambda: model.save_pretrained(tmp_path, False, None, True), r"push_to_hub=True.*state_dict=weights"),
+        (lambda: model.push_to_hub("me/it"), r"save_pretrained\(directory\) on all ranks.*repo_id='me/it'"),
     ):
-        model.push_to_hub("me/it")
+        with pytest.raises(CheckpointError, match=told):
+            call()
     around: Any = StreamShard(nn.Sequential(llama()))
     with pytest.raises(ShardingError, match="is inside a sharded model"):
         around[0].save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-# ------------------------------------------------------------------------------------------------ memory and failures
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -216,3 +191,55 @@ def test_directory_that_other_ranks_do_not_see_is_named(context: RankContext, tm
     with mock.patch.object(local_directory.LocalDirectory, "__init__", seen), refused:
         export_safetensors(sharded(filled(Plain)), tmp_path / "of rank 0")
     assert names_in(tmp_path / "of rank 0") == []
+
+
+def _experts(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    gate, up = tensors["a"].chunk(2, dim=1)
+    return [part.squeeze(0) for part in (*gate.contiguous().chunk(3, dim=0), *up.contiguous().chunk(3, dim=0))]
+
+
+def _fused(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    rows = torch.cat([tensors["b"], tensors["c"]], dim=0)
+    columns = torch.cat([tensors["b"], tensors["c"][:4]], dim=-1)
+    return [rows, columns, torch.stack([tensors["b"], tensors["c"][:4]], dim=1)]
+
+
+def _interleaved(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    swapped = tensors["a"].reshape(3, 2, 4, 5).transpose(1, 2).reshape(3, 8, 5)
+    return [swapped, swapped[1:, 2:6], tensors["b"].t().contiguous().view(2, 2, 5)]
+
+
+@pytest.mark.parametrize("rearrange", [_experts, _fused, _interleaved])
+def test_runs_say_where_every_element_comes_from(rearrange: Any) -> None:
+    """Moving elements as shapes say gives what the operations give on values."""
+    shapes = {"a": (3, 8, 5), "b": (4, 5), "c": (6, 5)}
+    numbers = torch.randperm(3 * 8 * 5 + 4 * 5 + 6 * 5).split([120, 20, 30])
+    values = {name: flat.view(shape) for (name, shape), flat in zip(shapes.items(), numbers, strict=True)}
+    metas = {name: torch.empty(shape, dtype=torch.int64, device="meta") for name, shape in shapes.items()}
+    with Rearrangement(metas) as followed:
+        results = rearrange(metas)
+    for want, result in zip(rearrange(values), results, strict=True):
+        got = torch.full((want.numel(),), -1)
+        for run in followed.runs("x", result):
+            source = values[run.source].reshape(-1)
+            got[run.start : run.start + run.numel] = source[run.source_start : run.source_start + run.numel]
+        assert torch.equal(got, want.reshape(-1))
+
+
+def test_computed_values_cannot_be_exported() -> None:
+    """Anything but moving elements raises, and names the tensor."""
+    source = torch.empty(4, 4, device="meta")
+    with Rearrangement({"a": source}) as followed:
+        results = {"sum": source + 1, "cast": source.half(), "mixed": torch.cat([source, source.double()])}
+    for name, result in results.items():
+        with pytest.raises(CheckpointError, match=f"saving '{name}' computes new values"):
+            followed.runs(name, result)
+
+
+def test_element_by_element_moves_are_refused() -> None:
+    """A large transposition would be millions of writes of two bytes."""
+    source = torch.empty(1024, 1024, device="meta")
+    with Rearrangement({"a": source}) as followed:
+        result = source.t().contiguous()
+    with pytest.raises(CheckpointError, match="move its elements one by one"):
+        followed.runs("x", result)

@@ -6,17 +6,14 @@ import functools
 import itertools
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from torch import nn
 
 from streamshard import StreamShard, export_safetensors, load_checkpoint, save_checkpoint
 from streamshard.checkpoint.directory import create_partial
-from streamshard.checkpoint.export import FileNames, StoredDirectory
-from streamshard.checkpoint.safetensors_file import read_ranges
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
 from tests.checkpoint.changes import CHANGES, Act, at_change, fail, fail_late, kill, sweep
@@ -62,52 +59,10 @@ def test_a_kill_or_an_error_anywhere_leaves_what_was_there_or_the_new_one(contex
     assert outcomes == {*itertools.product((kill, fail, fail_late), (2, 3))} - {(kill, 3)}
 
 
-# -- exports ----------------------------------------------------------------------------------------------------------
-
-NAMES = FileNames("model")
 # Limits of a file's bytes at which the model takes three files and two. What is tried grows with the square of that.
 THREE, TWO = 180, 250
 # As (old, new) max_shard_size: the same number of files, one to several and back.
 SIZES = [(TWO, TWO), ("5GB", TWO), (TWO, "5GB")]
-
-
-class Exports(NamedTuple):
-    """An export and the one that replaces it, each also in a directory of its own."""
-
-    old: Path
-    new: Path
-    replace: Callable[[Path], None]
-
-    def found(self, directory: Path) -> str:
-        """Which of the two readers find: libraries that go by Hugging Face's rules, and ours."""
-        state = stored_bytes(directory)
-        assert state is not None
-        assert read_by_us(directory) == state
-        return "old" if state == stored_bytes(self.old) else "new" if state == stored_bytes(self.new) else "neither"
-
-    def copy_old(self, directory: Path) -> Path:
-        shutil.copytree(self.old, directory)
-        return directory
-
-
-def read_by_us(directory: Path) -> dict[str, bytes]:
-    tensors = StoredDirectory(directory, NAMES).tensors
-    parts = read_ranges([(each, 0, each.numel) for each in tensors.values()])
-    return {name: exporting._bytes(part) for name, part in zip(tensors, parts, strict=True)}
-
-
-def kinds_in(directory: Path) -> list[str]:
-    """Names of files, without the tokens of exports that have replaced others."""
-    return [re.sub("-[0-9a-f]{8}-", "-", name) for name in names_in(directory)]
-
-
-def make_exports(root: Path, old_size: int | str, new_size: int | str) -> Exports:
-    """Two of the same class, with other values."""
-    new = sharded(Plain())
-    exports = Exports(root / "old", root / "new", lambda directory: _export(new, directory, new_size))
-    _export(sharded(filled(Plain)), exports.old, old_size)
-    exports.replace(exports.new)
-    return exports
 
 
 def _export(model: nn.Module, directory: Path, size: int | str) -> None:
@@ -116,20 +71,30 @@ def _export(model: nn.Module, directory: Path, size: int | str) -> None:
 
 @on_ranks(1)
 @pytest.mark.parametrize(("old", "new", "act"), [*((*sizes, kill) for sizes in SIZES), (THREE, TWO, fail)])
-def test_a_kill_or_an_error_anywhere_leaves_the_old_export_or_the_new(
+def test_a_kill_leaves_the_old_export_or_the_new(
     context: RankContext, old: int | str, new: int | str, act: Act, tmp_path: Path
 ) -> None:
     """After every single change to the file system; the next export sweeps up what is left."""
-    exports = make_exports(tmp_path, old, new)
-    found: list[str] = []
-    for _, directory, error in sweep(
-        at_change, act, lambda number: exports.copy_old(tmp_path / str(number)), exports.replace
-    ):
-        found.append(exports.found(directory))
+    before, after, found = tmp_path / "before", tmp_path / "after", list[str]()
+    model = sharded(Plain())
+    _export(sharded(filled(Plain)), before, old)
+    _export(model, after, new)
+
+    def which(directory: Path) -> str:
+        """Of the two, which readers find: libraries that go by Hugging Face's rules, and ours."""
+        state = stored_bytes(directory)
+        assert state is not None and exporting.read_by_us(directory) == state
+        return "old" if state == stored_bytes(before) else "new" if state == stored_bytes(after) else "neither"
+
+    def prepare(number: int) -> Path:
+        return shutil.copytree(before, tmp_path / str(number))
+
+    for _, directory, error in sweep(at_change, act, prepare, lambda directory: _export(model, directory, new)):
+        found.append(which(directory))
         assert found[-1] == "new" or error is not None  # an error can be made up for
-        exports.replace(directory)
-        assert kinds_in(directory) == names_in(exports.new)
-        assert exports.found(directory) == "new"
+        _export(model, directory, new)
+        assert [re.sub("-[0-9a-f]{8}-", "-", name) for name in names_in(directory)] == names_in(after)
+        assert which(directory) == "new"
     assert set(found) == {"old", "new"}
     assert act is fail or found == sorted(found, reverse=True)
 

@@ -8,7 +8,9 @@ import gc
 import itertools
 import re
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,9 +25,7 @@ from streamshard import StreamShard, export_safetensors, latest, load_checkpoint
 from streamshard.checkpoint import object_store
 from streamshard.checkpoint.directory import create_partial, next_number, open_intact, open_verified, survey
 from streamshard.checkpoint.disk_layout import TensorPiece
-from streamshard.checkpoint.export import FileNames, StoredDirectory
 from streamshard.checkpoint.object_store import BEGUN, ObjectStore
-from streamshard.checkpoint.safetensors_file import read_ranges
 from streamshard.checkpoint.save import write_checkpoint
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Url, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup
@@ -38,7 +38,8 @@ from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.checkpoint.objects import Kept, at_operation
 from tests.checkpoint.runs import start, weights_of
 from tests.families import llama
-from tests.launched import Launched, run_script
+from tests.launched import Launched
+from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, assert_same
 
@@ -63,9 +64,6 @@ def kept(tmp_path: Path) -> Url:
     return Url(f"kept://{tmp_path}/run")
 
 
-# ------------------------------------------------------------------------------------------------ kills and errors
-
-
 def _answer_badly(call: Callable[[], Any]) -> None:
     """The operation has taken place, and its answer is lost."""
     call()
@@ -75,7 +73,7 @@ def _answer_badly(call: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     ("act", "was_killed", "keep"), [(kill, False, 2), (kill, True, 1), (fail, True, None), (_answer_badly, False, 1)]
 )
-def test_a_kill_or_an_error_at_any_operation_loses_no_save_that_has_returned(
+def test_a_kill_or_an_error_at_any_operation_loses_no_save(
     tmp_path: Path, keep: int | None, was_killed: bool, act: Act
 ) -> None:
     """At each operation in turn. The next save deletes what is left."""
@@ -107,23 +105,22 @@ def test_a_run_that_is_killed_while_another_saves_deletes_no_save_that_has_retur
         for dies_at in itertools.count():
             where = Url(f"kept://{tmp_path}/{next(times)}")
             _save(where, 1)
-            second: list[str] = []
+            first, second = list[Any](), list[Any]()
 
-            def intrude(at: int, where: Url, paths: list[str], call: Callable[[], Any]) -> Any:
+            def intrude(at: int, where: Url, saved: list[Any], call: Callable[[], Any]) -> Any:
                 with at_operation(at, kill, lasting=True), contextlib.suppress(Killed):
-                    paths.append(str(_save(where, 3)))
+                    saved.append(_save(where, 3))
                 return call()
 
             with at_operation(at, functools.partial(intrude, dies_at, where, second)) as done:
                 try:
-                    first = [str(_save(where, 2))]
+                    first.append(_save(where, 2))
                 except CheckpointError as error:
                     assert "give each its own" in str(error) or "is not whole" in str(error)
-                    first = []
             if len(done) <= at:
                 break
             for path in (*first, *second):
-                open_verified(Url(path), RankGroup())
+                open_verified(path, RankGroup())
             returned, refused = returned + len(first), refused + (not first)
             assert _loaded(where) >= 1
             if second:
@@ -157,32 +154,23 @@ def test_a_save_that_goes_on_while_another_run_deletes_it_does_not_return(kept: 
     assert seen == {"published", "refused"}
 
 
-# ------------------------------------------------------------------------------------------------ directories
-
-
 def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> None:
-    """By generation, not by number. Directories under other names stay."""
+    """By generation, not by number. Directories under other names stay, also if they end with a date."""
     assert latest(kept) is None and next_number(kept) == 1
     assert survey(kept) == []
     paths = [_save(kept, number) for number in (10, 11, 3)]
     assert latest(str(kept)) == paths[2] and paths[2].name.startswith("checkpoint-3.")
     assert next_number(kept) == 12
+    others = {"model.20261130", "checkpoint-500.20261130"}  # of eight hexadecimal digits
+    for name in others:
+        ObjectStore(kept / name).put("model.safetensors", b"weights")
     for name in storage_of(paths[2]).names():
-        (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).sizes()(name)))
+        (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).size(name)))
         ObjectStore(kept / "best").put(name, data)
     last = _save(kept, 3, keep=2)
     assert {entry.path for entry in survey(kept)} == {kept / "best", paths[2], last}
     assert latest(kept) == last
-
-
-def test_directories_of_others_stay_whatever_their_names(kept: Url) -> None:
-    """A date has eight hexadecimal digits."""
-    for name in ("model.20261130", "checkpoint-500.20261130"):
-        ObjectStore(kept / name).put("model.safetensors", b"weights")
-    _save(kept, 1, keep=1)
-    _save(kept, 2, keep=1)
-    assert {"model.20261130", "checkpoint-500.20261130"} < {*storage_of(kept).names()}
-    assert not storage_of(kept).leftovers()
+    assert others < {*storage_of(kept).names()} and not storage_of(kept).leftovers()
 
 
 def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
@@ -190,7 +178,7 @@ def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
         root = kept / f"{what} {name}"
         _save(root, 1)
         path = _save(root, 2)
-        data = storage_of(path).read((name, 0, storage_of(path).sizes()(name)))[0]
+        data = storage_of(path).read((name, 0, storage_of(path).size(name)))[0]
         store = ObjectStore(path)
         store.unlink(name)
         if what == "changed":
@@ -216,9 +204,6 @@ def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkey
     del write
     gc.collect()  # closes files
     assert store.names() == ["file"]
-
-
-# ------------------------------------------------------------------------------------------------ names and packages
 
 
 def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
@@ -247,30 +232,22 @@ def test_a_missing_package_raises_on_all_ranks(context: RankContext, missing: st
     assert latest("memory://run") is None
 
 
-# ------------------------------------------------------------------------------------------------ runs
-
-
-_ENDS_WHILE_IT_SAVES = """
-    import time, torch
-    from concurrent.futures import ThreadPoolExecutor
-    from streamshard import StreamShard, save_checkpoint
-    from tests.checkpoint.objects import Kept
+def _end_while_saving(where: str) -> None:
     pool = ThreadPoolExecutor()
 
-    def watch(kind, path, action):
+    def watch(kind: str, path: str, action: Callable[[], Any]) -> Any:
         time.sleep(0.05)
         return pool.submit(action).result()
 
     Kept.watch = staticmethod(watch)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    save_checkpoint({where!r}, StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))), wait=False)
-"""
+    save_checkpoint(where, StreamShard(Stack()), wait=False)
 
 
 @pytest.mark.ranks
 def test_a_process_finishes_its_save_before_it_exits(kept: Url, tmp_path: Path) -> None:
     """s3fs and others use executors, which Python ends before it waits for threads."""
-    ((code, output),) = Launched(0, tmp_path, run_script, _ENDS_WHILE_IT_SAVES.format(where=str(kept))).end()
+    ((code, output),) = Launched(0, tmp_path, _end_while_saving, str(kept)).end()
     assert code == 0, output
     assert latest(kept) is not None, output
 
@@ -315,9 +292,6 @@ def test_memory_of_the_process_is_object_storage_too(context: RankContext) -> No
     fsspec.filesystem("memory").store.clear()
 
 
-# ------------------------------------------------------------------------------------------------ exports
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("size", ["5GB", "3KB"])
 def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, tmp_path: Path, size: str) -> None:
@@ -339,9 +313,7 @@ def test_an_export_has_the_files_of_one_on_a_file_system(context: RankContext, t
 
 
 @on_ranks(1)
-def test_two_exports_into_one_directory_do_not_mix(
-    context: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_exports_do_not_mix(context: RankContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one comes between any two operations of the first."""
     monkeypatch.setattr(Kept, "replaces", True)
     models, outcomes = [sharded(filled(Plain)), sharded(Plain())], set()
@@ -373,9 +345,7 @@ def test_two_exports_into_one_directory_do_not_mix(
 
 @on_ranks(1)
 @pytest.mark.parametrize("act", [kill, _answer_badly])
-def test_a_kill_or_an_error_anywhere_leaves_no_export_or_all_of_it(
-    context: RankContext, act: Act, tmp_path: Path
-) -> None:
+def test_a_kill_or_an_error_leaves_no_export_or_all_of_it(context: RankContext, act: Act, tmp_path: Path) -> None:
     """If there is none, the next one succeeds, and sweeps up."""
     model, outcomes = sharded(filled(Plain)), set()
     export = functools.partial(export_safetensors, model, max_shard_size=180)
@@ -387,10 +357,5 @@ def test_a_kill_or_an_error_anywhere_leaves_no_export_or_all_of_it(
             export(where)
             found = exporting.stored_bytes(tmp_path / str(number))
             assert not any(path.is_dir() for path in (tmp_path / str(number)).iterdir())
-        assert found == {name: exporting._bytes(tensor) for name, tensor in _stored(where).items()}
+        assert found == exporting.read_by_us(Url(where))
     assert outcomes == {True, False}
-
-
-def _stored(where: str) -> dict[str, torch.Tensor]:
-    tensors = StoredDirectory(Url(where), FileNames("model")).tensors
-    return dict(zip(tensors, read_ranges([(each, 0, each.numel) for each in tensors.values()]), strict=True))

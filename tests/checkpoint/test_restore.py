@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
+import os
 import random
 import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,13 +23,19 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import (
+    CheckpointError,
+    ConfigError,
     LocalSGD,
+    RankMismatchError,
     Saving,
+    ShardingError,
     StreamShard,
+    StreamShardError,
     export_safetensors,
     full_optimizer_state_dict,
     latest,
@@ -37,11 +45,11 @@ from streamshard import (
 )
 from streamshard.checkpoint import save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
-from streamshard.errors import CheckpointError, ConfigError, RankMismatchError, ShardingError, log
+from streamshard.comm import flight_recorder
 from tests.checkpoint.exporting import filled, sharded
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.families import llama
-from tests.launched import Launched, run_script
+from tests.launched import Launched
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
@@ -51,8 +59,10 @@ from tests.reference import (
     adamw,
     assert_same,
     assert_same_state,
+    case,
     full_weights,
     piece_of,
+    sharded_model,
     stack_step,
     train_stack,
 )
@@ -68,15 +78,6 @@ def _start_saving(directory: Path, run: Run, extra: Any = None, **settings: Any)
 
 def _load(directory: Path, run: Run, **extra: Any) -> Any:
     return load_checkpoint(directory, run.model, run.optimizer, {**run.extra, **extra})
-
-
-def _train(context: RankContext, model: Any, optimizer: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for number in range(first, last):
-        losses.append(float(stack_step(model, Call(number, context.rank, context.world_size, 1.0))))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 @on_ranks(2)
@@ -117,32 +118,26 @@ def test_optimizers_go_on_to_the_bit(context: RankContext, tmp_path: Path) -> No
 
     for number, before in ((0, 1), (1, 0), (2, 2), (3, 1)):
         run, other = make(0), make(1)
-        _train(context, *run, 0, before)
+        train_stack(*run, context, steps=before)
         path = save_checkpoint(tmp_path, *run).path
-        wanted = _train(context, *run, before, before + 2)
-        _train(context, *other, 0, 1)
+        train_stack(*run, context, first=before, steps=2)
+        train_stack(*other, context, steps=1)
         load_checkpoint(path, *other)
-        assert _train(context, *other, before, before + 2) == wanted, number
-        assert_same(full_weights(other[0]), full_weights(run[0]), "weights", EXACT)
-
-
-def _boom() -> Any:
-    raise ValueError("boom")
+        train_stack(*other, context, first=before, steps=2)
+        assert_same(full_weights(other[0]), full_weights(run[0]), f"weights {number}", EXACT)
 
 
 @on_ranks(2)
-def test_a_value_that_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_a_value_that_cannot_be_saved_is_named_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
     """Whatever holds the pieces, and whichever rank has some."""
     run = start(0)
     steps(run, 0, 1)
     average = [param.detach().clone() for param in run.model.parameters()]
-    mine = SimpleNamespace(state_dict=_boom if context.rank == 1 else dict, load_state_dict=print)
+    mine = SimpleNamespace(state_dict=(lambda: int("boom")) if context.rank == 1 else dict, load_state_dict=print)
     extra, group = dict[str, Any](), run.optimizer.param_groups[0]
     state = run.optimizer.state[next(param for param in run.model.parameters() if piece_of(param).numel())]
     cases: list[tuple[dict[Any, Any], str, Any, str]] = [
-        (extra, "mine", mine, "rank 1: ValueError: boom"),
+        (extra, "mine", mine, "rank 1: ValueError: .*boom"),
         (group, "ema", average, r"param_groups\[0\]\.ema\[0\] is one rank's piece"),
         (state, "history", average[:1], r"optimizer/model/.*\.history\[0\] is one rank's piece"),
         (state, "history", deque(average), r"model/.*\.history is a collections\.deque: a checkpoint holds numbers"),
@@ -160,25 +155,11 @@ def test_a_value_that_cannot_be_saved_is_named_on_all_ranks_and_the_run_goes_on(
     _load(_save(tmp_path, run), run)
 
 
-@on_ranks(2)
-def test_replicas_that_average_save_one_copy_for_any_mesh(context: RankContext, tmp_path: Path) -> None:
-    """Two replicas, and two shards of one, load what the other has saved."""
-    for saved, loaded in (((2, 1), (1, 2)), ((1, 2), (2, 1))):
-        runs = []
-        for shape in (saved, loaded):
-            model = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", shape))
-            runs.append((model, adamw(model)))
-        train_stack(*runs[0], context, steps=2)
-        save_checkpoint(tmp_path, *runs[0])
-        load_checkpoint(tmp_path, *runs[1])
-        for run in runs:
-            train_stack(*run, context, first=2, steps=2)
-        assert_same(full_weights(runs[1][0]), full_weights(runs[0][0]), "weights")
-
-
-def _two_more(context: RankContext, path: Path, settings: dict[str, Any], *, saves: bool) -> list[float]:
-    """The losses of two steps after two that were saved in `path`, by this run or another."""
-    run = start(0 if saves else 1, **settings)
+def _two_more(
+    context: RankContext, path: Path, shape: tuple[int, ...], settings: dict[str, Any], *, saves: bool
+) -> list[float]:
+    """The losses of two steps after two that were saved in `path`, by this run or another, on a mesh of this shape."""
+    run = start(0 if saves else 1, mesh=init_device_mesh("cpu", shape), **settings)
     if saves:
         steps(run, 0, 2, spread=6)
     (_save if saves else _load)(path, run)
@@ -187,10 +168,16 @@ def _two_more(context: RankContext, path: Path, settings: dict[str, Any], *, sav
 
 @pytest.mark.ranks
 def test_any_number_of_ranks_loads_what_any_has_saved(ranks: RankPool, tmp_path: Path) -> None:
-    """With other units and layouts too: losses to rounding."""
-    wanted = ranks(2).run(_two_more, tmp_path, {}, saves=True)[0]
-    for loaded_by, settings in ((3, {"align_pieces_to": 24}), (1, {"min_unit_size": "1GB"})):
-        found = ranks(loaded_by).run(_two_more, tmp_path, settings, saves=False)[0]
+    """With other units, layouts and replicas too: losses to rounding."""
+    wanted = ranks(2).run(_two_more, tmp_path, (2,), {}, saves=True)[0]
+    ranks(2).run(_two_more, tmp_path / "of replicas", (2, 1), {}, saves=True)
+    for path, shape, settings in (
+        (tmp_path, (3,), {"align_pieces_to": 24}),
+        (tmp_path, (1,), {"min_unit_size": "1GB"}),
+        (tmp_path, (2, 1), {}),
+        (tmp_path / "of replicas", (1, 2), {}),
+    ):
+        found = ranks(math.prod(shape)).run(_two_more, path, shape, settings, saves=False)[0]
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -203,15 +190,8 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     run = start(0)
     steps(run, 0, 2)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    has_trained = threading.Event()
-    write = save.write_file
-
-    def write_later(*args: Any) -> Any:
-        assert has_trained.wait(60)
-        return write(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "write_file", write_later)
+    write, has_trained = save.write_file, threading.Event()
+    with patch.object(save, "write_file", lambda *args: has_trained.wait(60) and write(*args)):
         saving = _start_saving(tmp_path, run, wait=False, step=2)
         (thread,) = (each for each in threading.enumerate() if each.name.startswith("save "))
         assert not thread.daemon  # the interpreter waits for it
@@ -235,12 +215,8 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
 def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(context: RankContext, tmp_path: Path) -> None:
     """The others hear of it; the next save works."""
     run = start(0)
-
-    def interrupt(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
     if context.rank == 1:
-        with patch.object(save, "start_saving", interrupt), pytest.raises(KeyboardInterrupt):
+        with patch.object(save, "start_saving", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
             _save(tmp_path, run, wait=False)
     else:
         saving = _start_saving(tmp_path, run, wait=False)
@@ -250,37 +226,23 @@ def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(contex
     assert len(list(tmp_path.iterdir())) == 1
 
 
-_DIES = """
-    import os, signal, torch, torch.distributed as dist
-    from streamshard import StreamShard, save_checkpoint
-    from streamshard.checkpoint import save
-    from streamshard.comm import flight_recorder
-    from streamshard.errors import CheckpointError, StreamShardError
+def _die_while_saving(directory: Path) -> None:
     flight_recorder._LOGS_WITHIN_S = 0.2
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
-    write = save.write_file
-
-    def die(*args):
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(*args)
-
-    save.write_file = die
-    saving = save_checkpoint({where!r}, model, wait=False)
-    for action in (saving.wait, lambda: save_checkpoint({where!r}, model)):
+    model = StreamShard(Stack())
+    if dist.get_rank() == 1:
+        save.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+    saving = save_checkpoint(directory, model, wait=False)
+    for action in (saving.wait, lambda: save_checkpoint(directory, model)):
         try:
             action()
         except StreamShardError as error:
             print(type(error).__name__, error)
-"""
 
 
 @pytest.mark.ranks
 def test_a_rank_that_dies_while_a_save_runs_is_named(tmp_path: Path) -> None:
     """As soon as its connections close, and by the next call too."""
-    (code, output), _ = Launched(2, tmp_path, run_script, _DIES.format(where=str(tmp_path / "run"))).end()
+    (code, output), _ = Launched(2, tmp_path, _die_while_saving, tmp_path / "run").end()
     assert code == 0, output
     told = r"CheckpointError .* may not be complete \(latest\(\) .*\): saving in the background .*rank 1 has not come"
     assert re.search(told, output), output
@@ -288,29 +250,18 @@ def test_a_rank_that_dies_while_a_save_runs_is_named(tmp_path: Path) -> None:
     assert latest(tmp_path / "run") is None
 
 
-_DESTROYS = """
-    import time, torch, torch.distributed as dist
-    from streamshard import StreamShard, save_checkpoint
-    from streamshard.checkpoint import save
+def _destroy_while_saving(directory: Path) -> None:
     dist.init_process_group("gloo")
-    model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
-    write, is_destroyed = save.write_file, []
-
-    def write_later(*args):
-        while not is_destroyed:
-            time.sleep(0.01)
-        return write(*args)
-
-    save.write_file = write_later
-    save_checkpoint({where!r}, model, wait=False)
+    write, is_destroyed = save.write_file, threading.Event()
+    save.write_file = lambda *args: write(*args) if is_destroyed.wait() else None  # type: ignore[assignment, return-value]
+    save_checkpoint(directory, StreamShard(Stack()), wait=False)
     dist.destroy_process_group()
-    is_destroyed.append(True)
-"""
+    is_destroyed.set()
 
 
 @pytest.mark.ranks
 def test_a_script_may_end_with_destroy_process_group_while_it_saves(tmp_path: Path) -> None:
-    for code, output in Launched(2, tmp_path, run_script, _DESTROYS.format(where=str(tmp_path / "run"))).end():
+    for code, output in Launched(2, tmp_path, _destroy_while_saving, tmp_path / "run").end():
         assert code == 0, output
     assert latest(tmp_path / "run") == tmp_path / "run/checkpoint-1"
 
@@ -320,8 +271,7 @@ def test_an_export_waits_for_the_save_in_the_background(context: RankContext, tm
     """It would be another run for the save, and the save for the export."""
     run = start(0)
     write, may_write = save.write_file, threading.Event()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "write_file", lambda *args: may_write.wait() and write(*args))
+    with patch.object(save, "write_file", lambda *args: may_write.wait() and write(*args)):
         saving = _start_saving(tmp_path, run, wait=False)
         threading.Timer(0.2, may_write.set).start()
         export_safetensors(run.model, tmp_path)
@@ -329,25 +279,24 @@ def test_an_export_waits_for_the_save_in_the_background(context: RankContext, tm
 
 
 _FAILS_LAST = """
-    import atexit, resource, sys, torch
-    atexit.register(print, "an earlier handler has run")
-    from streamshard import StreamShard, save_checkpoint
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    model = StreamShard(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))  # as a full disk
-    try:
-        save_checkpoint(sys.argv[1], model, wait=False).wait()
-    except Exception:
-        print("the error was caught")
-    save_checkpoint(sys.argv[1], model, step=7, wait=False)
+import atexit, resource, sys, torch
+atexit.register(print, "an earlier handler has run")
+from streamshard import StreamShard, save_checkpoint
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+model = StreamShard(torch.nn.Sequential(torch.nn.Linear(32, 32)), ["0"])
+resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))  # as a full disk
+try:
+    save_checkpoint(sys.argv[1], model, wait=False).wait()
+except Exception:
+    print("the error was caught")
+save_checkpoint(sys.argv[1], model, step=7, wait=False)
 """
 
 
 @pytest.mark.ranks
 def test_a_process_whose_last_save_fails_says_so_and_ends_with_an_error(tmp_path: Path) -> None:
     """But for an error that its program has had. All handlers run, and output is complete."""
-    command = [sys.executable, "-c", textwrap.dedent(_FAILS_LAST), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", _FAILS_LAST, tmp_path / "run"], capture_output=True, text=True)
     assert all(f"{words}\n" in done.stdout for words in ("handler has run", "the error was caught")), done.stdout
     assert "File too large" in done.stderr
     told = re.findall("this process ends without the checkpoint (.*), and with status 120", done.stderr)
@@ -355,33 +304,25 @@ def test_a_process_whose_last_save_fails_says_so_and_ends_with_an_error(tmp_path
     assert not any((tmp_path / "run").iterdir())
 
 
-def _break_writing(context: RankContext, rank: int, error: BaseException | None = None) -> Any:
-    def refuse(*args: Any) -> Any:
-        raise error or CheckpointError("the disk is full")
-
-    patch = pytest.MonkeyPatch()
-    if context.rank == rank:
-        patch.setattr(save, "write_file", refuse)
-    return patch
+def _break_writing(context: RankContext, rank: int, error: BaseException) -> Any:
+    """Inside, this rank cannot write."""
+    return patch.object(save, "write_file", side_effect=error) if context.rank == rank else contextlib.nullcontext()
 
 
 @on_ranks(2)
-def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_an_error_that_one_rank_has_seen_is_raised_on_all_later(context: RankContext, tmp_path: Path) -> None:
     """So that they go on together, also if none has; once all have heard of it, it is over. Nothing is left of it."""
     run = start(0)
-    before, patch = _save(tmp_path, run), _break_writing(context, 0)
-    for waiting in ([], [0], [0, 1]):
-        saving = _start_saving(tmp_path, run, wait=False)
-        for _ in range(2):
-            if context.rank in waiting:
-                with pytest.raises(CheckpointError, match="rank 0: the disk is full"):
+    before, told = _save(tmp_path, run), "rank 0: the disk is full"
+    with _break_writing(context, 0, CheckpointError("the disk is full")):
+        for waiting in ([], [0], [0, 1]):
+            saving = _start_saving(tmp_path, run, wait=False)
+            for _ in range(2 if context.rank in waiting else 0):
+                with pytest.raises(CheckpointError, match=told):
                     saving.wait()
-        if len(waiting) < 2:
-            with pytest.raises(CheckpointError, match="rank 0: the disk is full"):
-                _save(tmp_path, run, wait=False)
-    patch.undo()
+            if len(waiting) < 2:
+                with pytest.raises(CheckpointError, match=told):
+                    _save(tmp_path, run, wait=False)
     assert list(tmp_path.iterdir()) == [before] and latest(tmp_path) == before
     assert _save(tmp_path, run).name == "checkpoint-2"
 
@@ -390,22 +331,21 @@ def test_an_error_that_one_rank_has_seen_is_raised_on_all_by_the_next_call(
 def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Path) -> None:
     """By name and rank, on all ranks, before anything is written; they would wait for each other in vain."""
     run, rank = start(0), context.rank
-    for name, settings in (
-        ("wait", {"wait": bool(rank)}),
-        ("step", {"step": rank}),
-        ("step", {"step": 1 if rank else None}),
-        ("keep", {"keep": 1 + rank}),
-    ):
-        with pytest.raises(RankMismatchError, match=f"the same on all ranks.*'{name}'"):
-            _save(tmp_path, run, **settings)
-    own, model = tmp_path / str(rank), sharded(filled(llama))
-    for write in (lambda: _save(own, run), lambda: export_safetensors(model, own), lambda: model.save_pretrained(own)):
-        with pytest.raises(RankMismatchError, match="the same on all ranks.*'directory'"):
-            write()
-    with pytest.raises(RankMismatchError, match="the same on all ranks"):
-        save_checkpoint(tmp_path, run.model, run.optimizer if rank else None)
-    with pytest.raises(RankMismatchError, match="the same on all ranks"):
-        save_checkpoint(tmp_path, {str(rank): run.model})
+    own, model, optimizer = tmp_path / str(rank), sharded(filled(llama)), run.optimizer if rank else None
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("'wait'", lambda: _save(tmp_path, run, wait=bool(rank))),
+        ("'step'", lambda: _save(tmp_path, run, step=rank)),
+        ("'step'", lambda: _save(tmp_path, run, step=1 if rank else None)),
+        ("'keep'", lambda: _save(tmp_path, run, keep=1 + rank)),
+        ("'directory'", lambda: _save(own, run)),
+        ("'directory'", lambda: export_safetensors(model, own)),
+        ("'directory'", lambda: model.save_pretrained(own)),
+        ("", lambda: save_checkpoint(tmp_path, run.model, optimizer)),
+        ("", lambda: save_checkpoint(tmp_path, {str(rank): run.model})),
+    ]
+    for name, call in calls:
+        with case(name), pytest.raises(RankMismatchError, match=f"the same on all ranks.*{name}"):
+            call()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -428,15 +368,12 @@ def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContex
 def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankContext, tmp_path: Path) -> None:
     """With its name, if it was interrupted too; the next save works."""
     run = start(0)
-    for error, told in ((None, "the disk is full"), (KeyboardInterrupt(), "KeyboardInterrupt")):
-        is_interrupted = error is not None and context.rank == 1
-        words = None if is_interrupted else f"checkpoint-1: rank 1: {told}"
-        patch = _break_writing(context, 1, error)
-        with pytest.raises(KeyboardInterrupt if is_interrupted else CheckpointError, match=words):
+    for error, told in ((CheckpointError("the disk is full"), "the disk"), (KeyboardInterrupt(), "KeyboardInterrupt")):
+        kind = type(error) if context.rank == 1 else CheckpointError
+        words = None if kind is KeyboardInterrupt else f"checkpoint-1: rank 1: {told}"
+        with _break_writing(context, 1, error), pytest.raises(kind, match=words):
             _save(tmp_path, run)
-        patch.undo()
-    assert list(tmp_path.iterdir()) == []
-    assert latest(tmp_path) is None
+    assert list(tmp_path.iterdir()) == [] and latest(tmp_path) is None
     blocked = _save(tmp_path, run) / "checkpoint.json"
     with pytest.raises(CheckpointError, match=r"could not save .*json"):
         _save(blocked, run)
@@ -505,13 +442,7 @@ def _save_what_differs(context: RankContext, path: Path) -> Any:
     run = start(0)
     steps(run, 0, 1)
     run.model.calls["seen"] += context.rank
-    save._say_what_differs.cache_clear()
-    with patch.object(log, "warning") as warn:
-        for _ in range(2):
-            save_checkpoint(path, *run[:2], {"loader": Position(3 + context.rank), "best": [context.rank], "step": 1})
-    told = [str(call) for call in warn.mock_calls]
-    assert len(told) == (context.rank == 0)
-    assert all("'extra.best, extra.loader, extra_state.model/'" in each for each in told)
+    save_checkpoint(path, *run[:2], {"loader": Position(3 + context.rank), "best": [context.rank], "step": 1})
     return weights_of(run), full_optimizer_state_dict(run.model, run.optimizer)
 
 
@@ -592,15 +523,30 @@ def test_a_weight_that_was_tied_is_loaded_wherever_it_is_now(context: RankContex
 
 @on_ranks(2)
 def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> None:
-    run = start(0)
-    for settings, words in (
-        ({"keep": 0}, "keep=0: wanted an integer of at least 1"),
-        ({"keep": True}, "keep=True"),
-        ({"step": -1}, "step=-1: wanted an integer of at least 0"),
-        ({"extra": [1]}, r"extra=\[1\]: wanted a dict"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            _save(tmp_path, run, **settings)
+    run, other, linear, array = start(0), sharded_model(), nn.Linear(2, 2), np.ones(2, np.longdouble)
+    mixed, stray = (torch.optim.AdamW([*run.model.parameters(), *each.parameters()]) for each in (other, linear))
+    several = {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)}
+
+    def save_it(model: Any = run.model, optimizer: Any = None, extra: Any = None, **settings: Any) -> Callable[[], Any]:
+        return lambda: save_checkpoint(tmp_path, model, optimizer, extra, **settings)
+
+    refused: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ConfigError, "keep=0: wanted an integer of at least 1", save_it(keep=0)),
+        (ConfigError, "keep=True", save_it(keep=True)),
+        (ConfigError, "step=-1: wanted an integer of at least 0", save_it(step=-1)),
+        (ConfigError, r"extra=\[1\]: wanted a dict", save_it(extra=[1])),
+        (ConfigError, "optimizer is a OneCycleLR", save_it(optimizer=run.extra["scheduler"])),
+        (ConfigError, "model is a AdamW", save_it(run.optimizer)),
+        (ConfigError, "out=None: wanted a path", lambda: to_dcp(tmp_path, None)),  # type: ignore[arg-type]
+        (CheckpointError, "AdamW steps 'layers.0.linear.weight' of no given model", save_it(optimizer=mixed)),
+        (CheckpointError, r"AdamW steps a parameter of shape \(2, 2\) of no given", save_it(optimizer=stray)),
+        (ShardingError, "Linear is not sharded", save_it({"model": run.model, "head": linear}, stray)),
+        (ShardingError, "no model made by StreamShard", save_it({})),
+        (CheckpointError, r"extra\.x is a numpy\.ndarray", save_it(extra={"x": array})),
+        (CheckpointError, r"extra\.x\[0\] is a .*Position: .* by itself", save_it(extra={"x": [Position(1)]})),
+        (CheckpointError, r"are named 'extra\.a\.b': give other keys in extra=", save_it(extra=several)),
+        (CheckpointError, "no whole checkpoint: wanted a directory that save_", lambda: _load(tmp_path, run)),
+    ]
     calls: list[Callable[[Any], Any]] = [
         latest,
         lambda directory: save_checkpoint(directory, run.model),
@@ -611,38 +557,13 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         lambda directory: from_dcp(directory, tmp_path),
     ]
     for call, directory in itertools.product(calls, (b"runs", 1, None, "run\udcff")):
-        with pytest.raises(ConfigError, match=re.escape(f"directory={directory!r}: wanted a path")):
-            call(directory)
-    with pytest.raises(ConfigError, match="out=None: wanted a path"):
-        to_dcp(tmp_path, None)  # type: ignore[arg-type]
-    other = StreamShard(Stack(), precision=FP32)
-    for stray, words in (
-        (other, "AdamW steps 'layers.0.linear.weight' of no given model"),
-        (nn.Linear(2, 2), r"AdamW steps a parameter of shape \(2, 2\) of no given model"),
-    ):
-        both = torch.optim.AdamW([*run.model.parameters(), *stray.parameters()])
-        with pytest.raises(CheckpointError, match=words):
-            save_checkpoint(tmp_path, run.model, both)
-    with pytest.raises(ShardingError, match="Linear is not sharded"):
-        save_checkpoint(tmp_path, {"model": run.model, "head": stray}, both)
-    with pytest.raises(ConfigError, match="optimizer is a OneCycleLR"):
-        save_checkpoint(tmp_path, run.model, run.scheduler)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="model is a AdamW"):
-        save_checkpoint(tmp_path, run.optimizer)  # type: ignore[arg-type]
-    with pytest.raises(ShardingError, match="no model made by StreamShard"):
-        save_checkpoint(tmp_path, {})
-    for value, told in (
-        (np.ones(2, np.longdouble), r"extra\.x is a numpy\.ndarray"),
-        ([Position(1)], r"extra\.x\[0\] is a .*Position: .* by itself"),
-    ):
-        with pytest.raises(CheckpointError, match=told):
-            _save(tmp_path, run, {"x": value})
+        words = re.escape(f"directory={directory!r}: wanted a path")
+        refused.append((ConfigError, words, functools.partial(call, directory)))
+    for error, words, refusing in refused:
+        with case(words), pytest.raises(error, match=words):
+            refusing()
     with run.model.summon_full_params(), pytest.raises(ShardingError, match="inside summon_full_params"):
         _save(tmp_path, run)
-    with pytest.raises(CheckpointError, match="no whole checkpoint: wanted a directory that save_checkpoint"):
-        _load(tmp_path, run)
-    with pytest.raises(CheckpointError, match=r"several tensors are named 'extra\.a\.b': give other keys in extra="):
-        _save(tmp_path, run, {"a": {"b": torch.ones(2)}, "a.b": torch.ones(2)})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -653,12 +574,13 @@ def test_replicas_that_train_on_their_own_are_all_saved(context: RankContext, tm
     for _ in range(2):
         model = StreamShard(Stack(), precision=FP32, mesh=mesh)
         runs.append((model, LocalSGD(adamw(model), model, period=3, warmup_steps=1)))
-    _train(context, *runs[0], 0, 3)
+    train_stack(*runs[0], context)
     save_checkpoint(tmp_path, *runs[0])
-    wanted = _train(context, *runs[0], 3, 7)
     load_checkpoint(tmp_path, *runs[1])
     assert runs[1][1].step_count == 3
-    assert _train(context, *runs[1], 3, 7) == wanted
+    for run in runs:
+        train_stack(*run, context, first=3, steps=4)
+    assert_same(full_weights(runs[1][0]), full_weights(runs[0][0]), "weights", EXACT)
 
 
 @on_ranks(2)

@@ -2,65 +2,150 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader
 
-from streamshard import StopOnSignal, StreamShard, latest, save_checkpoint
+from streamshard import StopOnSignal, StreamShard, latest, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import save
+from streamshard.comm import flight_recorder
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
-from tests.checkpoint.bad_night import SAVES_EVERY, Moment, Night, run_night
-from tests.launched import Launched
+from tests.checkpoint import runs
+from tests.launched import Launched, run_by_torchrun
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 
 KILL, TERM, USR1 = signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1
 
 
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> Night:
-    """A run that nothing disturbs."""
-    return run_night(tmp_path_factory.mktemp("quiet") / "run", [])
+LAST, SAVES_EVERY = 8, 3
+
+
+class Moment(NamedTuple):
+    """In start `start` of its run (from 0), `rank` sends `signal` in call `number` (from 0) of `function`.
+
+    To itself, or to its launcher. A moment is a call, not a time, so the machine's speed does not matter.
+    """
+
+    start: int
+    rank: int
+    number: int
+    function: str
+    signal: signal.Signals
+    to_launcher: bool = False
+
+
+@contextlib.contextmanager
+def _disturbed(moments: list[Moment]) -> Iterator[None]:
+    """Inside, the moments come."""
+    counts: Counter[str] = Counter()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        name = frame.f_code.co_name
+        counts[name] += 1
+        for moment in moments:
+            if moment.function == name and counts[name] - 1 == moment.number:
+                os.kill(os.getppid() if moment.to_launcher else os.getpid(), moment.signal)
+
+    sys.settrace(look)  # of calls alone, because it returns nothing
+    threading.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]  # clears it
+
+
+def _note(file: Path, line: str) -> None:
+    """Append a line. It outlives the process."""
+    with open(file, "a") as notes:
+        notes.write(line + "\n")
+
+
+def _lines(directory: Path, what: str) -> list[list[str]]:
+    """What each rank has noted."""
+    return [(directory / f"{what} of rank {rank}").read_text().splitlines() for rank in range(2)]
+
+
+def _train(directory: Path, moments: list[Moment]) -> None:
+    """A rank's program, as the guide to restarts says."""
+    flight_recorder._LOGS_WITHIN_S = 0.2  # how long a rank waits for the log of one that was killed
+    rank, checkpoints = int(os.environ["RANK"]), directory / "checkpoints"
+    _note(directory / f"starts of rank {rank}", "")
+    start = len((directory / f"starts of rank {rank}").read_text().splitlines()) - 1
+    with _disturbed([moment for moment in moments if (moment.start, moment.rank) == (start, rank)]):
+        random.seed(rank)
+        numpy.random.seed(rank)
+        run = runs.start(0)
+        step = 0
+        if latest(checkpoints):
+            step = load_checkpoint(checkpoints, *run)["step"]
+        with StopOnSignal(run.model) as stop:
+            while step < LAST:
+                (loss,) = runs.steps(run, step, step + 1)
+                step += 1
+                _note(directory / f"losses of rank {rank}", f"{step} {loss!r}")
+                is_asked = stop.requested()
+                if is_asked or step % SAVES_EVERY == 0 or step == LAST:
+                    wait = is_asked or step % 2 == 0
+                    saves = run._replace(extra={**run.extra, "step": step})
+                    save_checkpoint(checkpoints, *saves, keep=2, step=step, wait=wait)
+                if is_asked:
+                    stop.exit()
+
+
+def _torchrun(directory: Path, moments: list[Moment]) -> None:
+    """Exits with the code of the rank that has failed once too often."""
+    try:
+        run_by_torchrun(2, _train, directory, moments)
+    except ChildFailedError as error:
+        sys.exit(max(failure.exitcode for _, failure in error.failures.items()))
 
 
 @pytest.mark.ranks
-def test_a_run_that_is_killed_and_stopped_again_and_again_has_the_losses_of_an_undisturbed_run(
-    quiet: Night, tmp_path: Path
-) -> None:
-    """In a step, while it loads, and all ranks before the rename in a stop."""
+def test_a_run_that_is_killed_and_stopped_again_and_again_has_the_losses_of_an_undisturbed_run(tmp_path: Path) -> None:
+    """In a step, while it loads, and all ranks before the rename in a stop.
+
+    A signal at one rank stops all after the same step, and nothing is done twice. Further signals come while they save.
+    """
+    quiet, night = tmp_path / "quiet", tmp_path / "night"
+    quiet.mkdir()
+    night.mkdir()
+    Launched(2, quiet, _train, quiet, []).end()
     moments = [
-        Moment(0, 1, SAVES_EVERY + 1, "clip_grad_norm_", KILL),  # in the step after the first save
-        Moment(1, 1, 0, "open_intact", KILL),
-        Moment(2, 1, 0, "clip_grad_norm_", USR1),
-        Moment(2, 0, 0, "publish_checkpoint", KILL, to_launcher=True),
+        Moment(0, 1, 1, "clip_grad_norm_", TERM),  # the stop saves step 2
+        *(Moment(0, rank, 0, "write_file", TERM) for rank in range(2)),
+        Moment(1, 1, 2, "clip_grad_norm_", KILL),  # in step 5, after the save of step 3
+        Moment(2, 1, 0, "open_intact", KILL),
+        Moment(3, 1, 0, "clip_grad_norm_", USR1),
+        Moment(3, 0, 0, "publish_checkpoint", KILL, to_launcher=True),
     ]
-    night = run_night(tmp_path / "run", moments)
-    for losses, wanted in zip(night.losses, quiet.losses, strict=True):
-        assert {*losses} == {*wanted}
-    assert night.starts == [4, 4] and night.codes == [-KILL, 0], night
-
-
-@pytest.mark.ranks
-def test_a_signal_at_one_rank_stops_all_after_the_same_step_and_nothing_is_done_twice(
-    quiet: Night, tmp_path: Path
-) -> None:
-    """Further signals come while the run saves, also to the other rank."""
-    moments = [Moment(0, 1, 1, "clip_grad_norm_", TERM)]
-    moments += [Moment(0, rank, 0, "write_file", TERM) for rank in range(2)]
-    night = run_night(tmp_path / "run", moments)
-    assert night.losses == quiet.losses
-    assert night.starts == [2, 2] and night.codes == [0]
-
-
-# ------------------------------------------------------------------------------------------------ one process
+    codes: list[int | None] = []
+    while not codes or codes[-1] != 0:  # as a scheduler starts it again
+        ((code, output),) = Launched(0, night, _torchrun, night, moments).end()
+        codes.append(code)
+        assert len(codes) <= len(moments) + 1, f"the run does not end: {codes}\n{output}"
+    for losses, wanted in zip(_lines(night, "losses"), _lines(quiet, "losses"), strict=True):
+        assert losses[:3] == wanted[:3] and {*losses} == {*wanted}
+    assert [len(each) for each in _lines(night, "starts")] == [5, 5] and codes == [-KILL, 0], codes
 
 
 def _model() -> tuple[Any, torch.optim.Optimizer]:
@@ -97,9 +182,7 @@ def _stopped(directory: Path, number: int) -> None:
 
 
 @pytest.mark.ranks
-def test_a_signal_to_the_group_of_a_rank_ends_all_with_its_code_and_leaves_data_loaders_alive(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_to_the_group_of_a_rank_ends_all_but_data_loaders(tmp_path: Path) -> None:
     """The save in the background is finished."""
     for code, output in Launched(2, tmp_path, _stopped, tmp_path / "runs", TERM).end():
         assert code == 128 + TERM, output
@@ -137,30 +220,24 @@ def test_handlers_are_given_back_and_a_late_signal_goes_to_the_earlier_one(conte
 
 
 @on_ranks(2)
-def test_ranks_exchange_signals_in_each_nth_call(context: RankContext) -> None:
+def test_a_signal_to_one_rank_stops_all(context: RankContext) -> None:
     model, _ = _model()
-    with pytest.raises(SystemExit) as ended, StopOnSignal(model, every=3) as stop:
-        assert [stop.requested() for _ in range(3)] == [False] * 3
+    with pytest.raises(SystemExit) as ended, StopOnSignal(model) as stop:
+        assert not stop.requested()
         if context.rank == 1:
             os.kill(os.getpid(), USR1)
-        assert [stop.requested() for _ in range(4)] == [False, False, True, True]
+        assert [stop.requested() for _ in range(2)] == [True, True]
         stop.exit()
     stop.close()  # a process that ends keeps the handlers
     assert ended.value.code == 128 + USR1
 
 
 @on_ranks(2)
-def test_a_failed_save_in_the_background_is_raised_on_all_ranks_instead_of_the_exit(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_a_failed_save_in_the_background_is_raised_at_the_exit(context: RankContext, tmp_path: Path) -> None:
     model, optimizer = _model()
-
-    def fail(*args: Any) -> Any:
-        raise OSError("no space left")
-
-    with pytest.MonkeyPatch.context() as patch, StopOnSignal(model) as stop:
+    failing = mock.patch.object(save, "write_file", side_effect=OSError("no space left"))
+    with failing if context.rank == 0 else contextlib.nullcontext(), StopOnSignal(model) as stop:
         if context.rank == 0:
-            patch.setattr(save, "write_file", fail)
             os.kill(os.getpid(), TERM)
         assert stop.requested()
         save_checkpoint(tmp_path, model, optimizer, wait=False)
@@ -174,21 +251,11 @@ def test_wrong_arguments_and_calls_are_refused(context: RankContext) -> None:
     handlers = [signal.getsignal(number) for number in (TERM, USR1)]
     with pytest.raises(ShardingError, match="not sharded"):
         StopOnSignal(Stack())
-    for settings in ({"every": 0}, {"signals": [KILL]}, {"signals": [TERM, 99]}, {"signals": TERM}):
+    for settings in ({"signals": [KILL]}, {"signals": [TERM, 99]}, {"signals": TERM}):
         with pytest.raises(ConfigError, match=next(iter(settings))):
             StopOnSignal(model, **settings)
     with StopOnSignal(model) as stop, pytest.raises(ConfigError, match="no signal has come"):
         stop.exit()
-    errors: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            StopOnSignal(model)
-        except ConfigError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
+    with ThreadPoolExecutor() as pool, pytest.raises(ConfigError, match="main thread"):
+        pool.submit(StopOnSignal, model).result()
     assert [signal.getsignal(number) for number in (TERM, USR1)] == handlers

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -28,7 +27,7 @@ from streamshard.checkpoint.save import background_ranks
 from streamshard.comm import watchdog
 from streamshard.comm.flight_recorder import FlightRecorder, RecordKind, Shown, describe_difference
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import IssueLog, RankWait
+from streamshard.comm.streams import IssueLog
 from streamshard.errors import CommunicationError, log
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -68,24 +67,17 @@ def _a_save_on_one_rank(model: Any, rank: int) -> None:
 
 # What ranks do, and how the error tells the first difference: what comes after it follows from it.
 WAYS: dict[str, tuple[Callable[[Any, int], None], str]] = {
-    "layers in another order": (
-        _another_order,
-        "rank 0 reduces the gradients of 'layers.4', rank 1 gathers 'layers.2'",
-    ),
-    "a norm on one rank": (
-        _a_norm_on_one_rank,
-        "rank 0 sums over all ranks (a norm, a check), rank 1 begins a forward",
-    ),
-    "a save on one rank": (
-        _a_save_on_one_rank,
-        "rank 0 exchanges objects (set-up, an agreement in a forward, save_checkpoint, load_checkpoint, an export), "
-        "rank 1 begins a forward",
-    ),
-}
+    "layers in another order": (_another_order,
+                                "rank 0 reduces the gradients of 'layers.4', rank 1 gathers 'layers.2'"),
+    "a norm on one rank": (_a_norm_on_one_rank,
+                           "rank 0 sums over all ranks (a norm, a check), rank 1 begins a forward"),
+    "a save on one rank": (_a_save_on_one_rank,
+                           "rank 0 exchanges objects (set-up, an agreement in a forward, save_checkpoint, "
+                           "load_checkpoint, an export), rank 1 begins a forward"),
+}  # fmt: skip
 
 
 def _caught(context: RankContext, over: str, way: str) -> str:
-    """The error that this rank raised."""
     with mock.patch.object(recorder, "PATIENCE_S", 0.1):
         model = _model(over)
         with pytest.raises(CommunicationError, match="Join") as caught:
@@ -130,17 +122,14 @@ def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Seque
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("over", "way", "does"),
-    [
+def test_ranks_that_are_in_different_models_raise(ranks: Any) -> None:
+    """A teacher and a student, an actor and a critic: each rank would wait for the other one until the timeout."""
+    for over, way, does in (
         ("shared memory", _first_layers_left_out, "of another model"),
         ("sockets", _another_model_on_one_rank, "has started another"),
-    ],
-)
-def test_ranks_that_are_in_different_models_raise(ranks: Any, over: str, way: Any, does: str) -> None:
-    """A teacher and a student, an actor and a critic: each rank would wait for the other one until the timeout."""
-    told = ranks(2).run(_caught_in_models, over, way)
-    assert any(does in each for each in told), told
+    ):
+        told = ranks(2).run(_caught_in_models, over, way)
+        assert any(does in each for each in told), told
 
 
 @on_ranks(2)
@@ -154,54 +143,30 @@ def test_a_rank_that_is_only_late_is_waited_for(context: RankContext) -> None:
     assert engine_inside(model).ranks.recorder.difference is None
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("over", TRANSPORTS)
-def test_an_error_in_the_middle_of_an_exchange_ends_the_others_wait(context: RankContext, over: str) -> None:
-    """After Ctrl-C on one rank, the others raise."""
-    model = _model(over)
-    ranks = engine_inside(model).ranks
-    if context.rank == 0:
-        with pytest.raises(KeyboardInterrupt), ranks.waiting("something"):
-            raise KeyboardInterrupt
-    else:
-        with pytest.raises(CommunicationError, match="rank 0 has failed: something ended with Keyboard"):
-            ranks.gather_objects("wait", None)
-    with pytest.raises(CommunicationError, match="not possible any more"):
-        ranks.gather_objects("wait", None)
-
-
-# -- another library's collectives ------------------------------------------------------------------------------------
-
-
-ALONE: dict[str, Callable[[Any], object]] = {
-    "a norm": lambda model: next(model.parameters()).norm(),
-    "a save": lambda model: save_checkpoint(tempfile.mkdtemp(), model),
+# By transport: what one rank does, and the other library's collective that the other one is in.
+ALONE: dict[str, tuple[Callable[[Any], object], str, Any]] = {
+    "shared memory": (lambda model: next(model.parameters()).norm(), "all_reduce", torch.zeros(1)),
+    "sockets": (lambda model: save_checkpoint(tempfile.mkdtemp(), model), "broadcast_object_list", [None]),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("over", "alone", "elsewhere"),
-    [
-        ("shared memory", "a norm", "all_reduce"),
-        ("sockets", "a save", "broadcast_object_list"),
-    ],
-)
+@pytest.mark.parametrize("over", ALONE)
 def test_a_rank_alone_raises_the_line_of_the_others_who_log_it_before_their_wait_ends(
-    context: RankContext, over: str, alone: str, elsewhere: str
+    context: RankContext, over: str
 ) -> None:
     """The error of the other library would name neither. The user's group stays open until its ranks have been told."""
-    given = {"all_reduce": (torch.zeros(1),), "broadcast_object_list": ([None],)}
+    alone, elsewhere, given = ALONE[over]
     with _warnings() as told:
         model = _model(over)
         model(vector_batch(0, context.rank)).sum().backward()
         missing = rf"which rank 0 has not called: dist\.{elsewhere}\(\) in {__name__.split('.')[-1]}\.py, line \d+: "
         if context.rank == 0:
             with pytest.raises(CommunicationError, match=f"rank 1 has not come: .*{missing}"):
-                ALONE[alone](model)
+                alone(model)
         else:
             with pytest.raises(RuntimeError, match="pair closure"):
-                getattr(dist, elsewhere)(*given[elsewhere])
+                getattr(dist, elsewhere)(given)
             stories = [told.get_nowait() for _ in range(told.qsize())]
             first = next(story for story in stories if "waited for" not in story)  # a machine may be slow
             assert re.match(f"rank 1: rank 0 has failed: .*: rank 1 has not come: .*{missing}", first), stories
@@ -224,12 +189,8 @@ def test_a_rank_whose_model_is_gone_ends_the_others_wait(context: RankContext, o
         dist.barrier()  # of the user's group, which stays open
 
 
-# -- waits that only time can end ---------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _warnings() -> Iterator[queue.Queue[str]]:
-    """What the watchdog reports, soon."""
     told: queue.Queue[str] = queue.Queue()
     handler = logging.Handler()
     handler.emit = lambda record: told.put(record.getMessage())  # type: ignore[method-assign]
@@ -323,26 +284,11 @@ def test_a_rank_is_in_another_librarys_collective_only_where_it_waits_for_all_ra
         assert (FlightRecorder(None)._find_difference(logs) is not None) is is_found, place
 
 
-@on_ranks(1)
-def test_a_long_wait_is_reported_at_doubling_intervals(context: RankContext) -> None:
-    """After 30, 60 and 120 seconds."""
-    now = [1000.0]
-    with _warnings() as told, mock.patch.object(recorder, "_REPORT_AFTER_S", 30.0):
-        waits = FlightRecorder(_world())
-        waits._store = mock.Mock(check=lambda _: False)
-        waits._key = ""
-        with mock.patch.object(time, "time", lambda: now[0]), RankWait(waits.log, mock.Mock(), "something"):
-            for waited_s, reports in ((20, 0), (40, 1), (50, 1), (70, 2), (110, 2), (130, 3)):
-                now[0] = 1000.0 + waited_s
-                waits.look(mock.Mock())
-                assert told.qsize() == reports, waited_s
-
-
 @on_ranks(2)
 def test_an_idle_rank_on_a_device_reports_ranks_that_have_issued_less(context: RankContext) -> None:
     """No host waits there. A rank that is behind, or has company, is silent."""
     with _warnings() as told:
-        ranks = RankGroup(_world(), streams=mock.Mock(has_streams=True))
+        ranks = RankGroup(dist.group.WORLD, streams=mock.Mock(has_streams=True))
         ranks.recorder.names = ("the root unit",)
         ranks.recorder.log.add(RecordKind.BROADCAST)
         if context.rank == 0:
@@ -355,11 +301,6 @@ def test_an_idle_rank_on_a_device_reports_ranks_that_have_issued_less(context: R
         else:
             dist.barrier()
             assert told.empty()
-
-
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 @pytest.mark.parametrize("over", TRANSPORTS)
@@ -383,7 +324,6 @@ def _times_out(context: RankContext, over: str) -> None:
 
 @on_ranks(2)
 def test_another_model_of_the_same_ranks_ends_with_the_first_failure(context: RankContext) -> None:
-    """Its connections are closed as well."""
     model, teacher = _model("sockets"), _model("sockets")
     if context.rank == 1:
         with pytest.raises(ValueError, match="bad"), engine_inside(teacher).ranks.waiting("the gather of", "layers.1"):
@@ -393,8 +333,6 @@ def test_another_model_of_the_same_ranks_ends_with_the_first_failure(context: Ra
         with pytest.raises(CommunicationError, match=said):
             model(vector_batch(0, context.rank))
 
-
-# -- logs ---------------------------------------------------------------------------------------------------------
 
 NAMES = ("the root unit", "layers.0")
 
@@ -422,7 +360,7 @@ def test_a_rank_that_is_behind_does_not_differ() -> None:
 @on_ranks(2)
 def test_an_idle_rank_shows_its_log_and_takes_it_back_when_it_goes_on(context: RankContext) -> None:
     """An old log would look as if the rank stood in another library's collective."""
-    own = FlightRecorder(_world())
+    own = FlightRecorder(dist.group.WORLD)
     for show_after_s, is_shown in ((0.0, True), (60.0, False)):
         with mock.patch.object(recorder, "_SHOW_AFTER_S", show_after_s):
             if context.rank == 1:
@@ -443,24 +381,9 @@ def test_what_the_watchdog_has_found_explains_an_error_at_once() -> None:
 
 
 @on_ranks(2)
-def test_one_thread_looks_after_all_ranks_and_keeps_none_of_them_alive(context: RankContext) -> None:
-    """Their memory goes with their model."""
-    with mock.patch.object(recorder, "PATIENCE_S", 0.02), mock.patch.object(FlightRecorder, "look") as look:
-        all_ranks = [RankGroup(_world()) for _ in range(2)]
-        while not {call.args[0] for call in look.call_args_list} >= {ranks.abort for ranks in all_ranks}:
-            time.sleep(0.01)
-        assert [thread.name for thread in threading.enumerate()].count("streamshard watchdog") == 1
-        gone = [weakref.ref(ranks) for ranks in all_ranks]
-        all_ranks.clear()
-        while any(ranks() is not None for ranks in gone):
-            look.reset_mock()
-            time.sleep(0.01)
-
-
-@on_ranks(2)
 def test_an_error_in_a_forked_child_is_not_the_ranks(context: RankContext) -> None:
     """The child must not talk over its parent's connection to the store, at its end either."""
-    ranks = RankGroup(_world())
+    ranks = RankGroup(dist.group.WORLD)
     if context.rank == 1:
         child = os.fork()
         if child == 0:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -143,12 +143,7 @@ ib0 00004D0A 00000000 0001 0 0 0 0000FFFF 0 0 0
 
 @pytest.mark.parametrize(
     ("host", "machines", "interface"),
-    [
-        ("10.77.0.1", 2, "ib0"),
-        ("node0", 2, "eth0"),
-        ("node0", 1, "lo"),
-        ("nosuchhost", 2, None),
-    ],
+    [("10.77.0.1", 2, "ib0"), ("node0", 2, "eth0"), ("node0", 1, "lo"), ("nosuchhost", 2, None)],
 )
 def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
     host: str, machines: int, interface: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -174,10 +169,7 @@ def test_gloo_listens_on_the_way_to_rank_0_unless_the_user_has_chosen(
                 assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
-def test_an_error_of_gloo_names_the_network_setting_where_ranks_may_be_on_several_machines(
-    tmp_path: Path,
-) -> None:
-    """Here of an interface that is not there."""
+def test_an_error_of_gloo_names_the_network_setting_where_ranks_may_be_on_several_machines(tmp_path: Path) -> None:
     for local_world_size, says in (("0", r"\. If ranks are on several machines: set GLOO_SOCKET_IFNAME"), ("1", "$")):
         environment = {"GLOO_SOCKET_IFNAME": "nosuch0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": local_world_size}
         store = f"file://{tmp_path}/store{local_world_size}"
@@ -197,7 +189,6 @@ def test_an_exchange_is_one_entry_in_the_log_of_a_rank(context: RankContext) -> 
 
 @on_ranks(2)
 def test_an_error_between_the_two_halves_of_an_exchange_ends_the_wait_of_the_others(context: RankContext) -> None:
-    """Rank 0 has all messages, and rank 1 waits for the answer."""
     ranks = RankGroup(dist.group.WORLD)
     if context.rank == 0:
         with (
@@ -221,11 +212,6 @@ def test_beside_a_group_for_devices_the_control_group_has_a_long_timeout(context
     assert timeout_of(make_host_group(users, timedelta(seconds=20))) == timedelta(seconds=20)
 
 
-def _world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 @on_ranks(2)
 def test_a_pass_without_its_process_group_raises(context: RankContext) -> None:
     """Over shared memory ranks could go on, but nothing would end their waits."""
@@ -241,7 +227,7 @@ def test_a_pass_without_its_process_group_raises(context: RankContext) -> None:
 @on_ranks(3)
 def test_a_model_on_some_ranks_refuses_groups_that_torch_would_split(context: RankContext) -> None:
     """A mesh on two of three ranks, each with a replica. Ranks with a bound device would wait for the third rank."""
-    world: Any = _world()
+    world = dist.group.WORLD
     mesh = DeviceMesh("cpu", [[0], [1]])
     if context.rank == 2:
         return
@@ -254,8 +240,6 @@ def test_a_model_on_some_ranks_refuses_groups_that_torch_would_split(context: Ra
         world.bound_device_id = None  # the advice
     assert_trains_like_plain(dataclasses.replace(context, world_size=2), Stack, stack_step, mesh=mesh)
 
-
-# -- two hosts ---------------------------------------------------------------------------------------------------------
 
 _TWO_HOSTS = """
     import torch
@@ -307,9 +291,7 @@ def test_ranks_on_two_hosts_connect_although_the_hosts_names_lead_to_themselves(
             assert code == 0 and "trained" in output, output
 
 
-def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed(monkeypatch: Any) -> None:
     """NCCL would wait for what other ranks never issue."""
     for fails in (False, True):
         calls = mock.Mock()
@@ -321,18 +303,9 @@ def test_after_an_uncaught_exception_the_group_is_aborted_before_it_is_destroyed
         assert [name for name, _, _ in calls.mock_calls] == ["world.abort"] * fails + ["destroy_process_group"]
 
 
-# -- what ranks send ---------------------------------------------------------------------------------------------------
-
-
-class Raising:
-    """Raises while it is pickled."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
+class _Interrupting:
     def __reduce__(self) -> NoReturn:
-        """Raise."""
-        raise self.error
+        raise KeyboardInterrupt
 
 
 @on_ranks(2)
@@ -342,7 +315,7 @@ def test_an_object_that_one_rank_cannot_send_is_an_error_on_all_and_ranks_go_on(
     ranks = engine_inside(model).ranks
     for value, own, words in (
         (threading.Lock(), ShardingError, "rank 1: TypeError: cannot pickle '_thread.lock'"),
-        (Raising(KeyboardInterrupt()), KeyboardInterrupt, "rank 1: KeyboardInterrupt"),
+        (_Interrupting(), KeyboardInterrupt, "rank 1: KeyboardInterrupt"),
     ):
         with pytest.raises(own if context.rank == 1 else ShardingError) as caught:
             ranks.gather_objects("count", value if context.rank == 1 else "fine")
@@ -357,26 +330,16 @@ def test_ranks_that_come_to_different_exchanges_all_raise_and_go_on(context: Ran
     """An export and a save, or two votes: no rank takes another exchange's message for an answer."""
     model: Any = StreamShard(Stack())
     ranks = engine_inside(model).ranks
-    acts: list[tuple[Callable[[], object], Callable[[], object], str]] = [
-        (
-            lambda: export_safetensors(model, tmp_path),
-            lambda: save_checkpoint(tmp_path, model),
-            "to plan the export, rank 2 to begin a save",
-        ),
-        (
-            lambda: ranks.gather_objects("compare", 1),
-            lambda: ranks.of_first("choose", "a path"),
-            "to compare, rank 2 to choose",
-        ),
-    ]
-    for others, last, words in acts:
+    export, save = (lambda: export_safetensors(model, tmp_path)), (lambda: save_checkpoint(tmp_path, model))
+    compare, choose = (lambda: ranks.gather_objects("compare", 1)), (lambda: ranks.of_first("choose", "a path"))
+    for others, last, words in (
+        (export, save, "to plan the export, rank 2 to begin a save"),
+        (compare, choose, "to compare, rank 2 to choose"),
+    ):
         with pytest.raises(RankMismatchError, match=f"different exchanges: rank 0 is about {words}"):
             last() if context.rank == 2 else others()
         assert ranks.gather_objects("count", context.rank) == [0, 1, 2]
     model.full_state_dict()
-
-
-# -- guards of waits --------------------------------------------------------------------------------------------------
 
 
 def _waits(ranks: RankGroup) -> list[str]:
@@ -384,7 +347,6 @@ def _waits(ranks: RankGroup) -> list[str]:
 
 
 def test_an_error_leaves_no_wait_behind_and_closes_all_guards_of_the_ranks() -> None:
-    """Each error names the guard, the first one also what went wrong."""
     ranks = RankGroup()
     outer, inner = ranks.waiting("a step"), ranks.waiting("the gather of", "layers.0")
     for _ in range(2):  # a unit has one guard for each of its waits, for all steps

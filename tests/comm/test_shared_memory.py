@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import mmap
 import os
 import signal
 import time
-import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from streamshard.comm.shared_memory import Counter, Offer, SharedMemoryTransport
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
 from streamshard.errors import CommunicationError
+from tests.launched import in_child
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, RankFailure, await_groups_of_before, on_ranks, open_pool
 from tests.reference import FP32, Call, engine_inside, lm_step, sharded_model
@@ -40,12 +40,8 @@ def _shared(model: nn.Module) -> SharedMemoryTransport:
     return transport
 
 
-# -- whose memory it is -------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_weights_edited_after_a_forward_do_not_reach_a_rank_that_is_still_in_it(context: RankContext) -> None:
-    """Rank 1 dawdles in its first layer; rank 0 overwrites its weights as soon as its own forward is over."""
     for precision in (FP32, BF16):
         model: Any = sharded_model(precision=precision)
         x = vector_batch(0, 0)
@@ -73,9 +69,7 @@ def test_a_backward_ends_after_all_ranks_have_read_weights_that_the_user_may_wri
 
 
 def _held() -> tuple[int, int]:
-    """Mappings of shared memory, and open files, of this process."""
     await_groups_of_before()  # which have sockets
-    assert dist.group.WORLD is not None
     host_group_of(dist.group.WORLD)  # has some too
     StreamShard(Stack())
     gc.collect()
@@ -87,7 +81,6 @@ def _held() -> tuple[int, int]:
 
 @on_ranks(2)
 def test_memory_goes_with_the_model(context: RankContext) -> None:
-    """However many models there were, one after the other or at once."""
     with mock.patch.object(flight_recorder, "PATIENCE_S", 0.02):  # the watchdog lets go of what it has found gone
         before = _held()
         for _ in range(2):
@@ -101,15 +94,12 @@ def test_memory_goes_with_the_model(context: RankContext) -> None:
 
 def _pages() -> int:
     """Bytes of all memory that this process shares. Every rank has the other ranks' files open too."""
-    status = [os.stat(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_shared(name)]
-    return sum({each.st_ino: 512 * each.st_blocks for each in status}.values())
-
-
-def _is_shared(descriptor: str) -> bool:
-    try:
-        return "memfd:streamshard" in os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:  # of the listing itself
-        return False
+    found = {}
+    for file in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the listing itself
+            if "memfd:streamshard" in os.readlink(file):
+                found[file.stat().st_ino] = 512 * file.stat().st_blocks
+    return sum(found.values())
 
 
 @on_ranks(2)
@@ -124,9 +114,6 @@ def test_pages_of_slots_that_embedding_and_head_leave_go_back(context: RankConte
     embedding = engine_inside(model).units[1].layout.weight_bytes
     assert engine_inside(model).plan.ends and embedding > 10 * mmap.PAGESIZE
     assert pages[0] - pages[2] >= 2 * (embedding - 2 * mmap.PAGESIZE)
-
-
-# -- where it cannot be shared ------------------------------------------------------------------------------------
 
 
 def _refuse(*_: object, **__: object) -> int:
@@ -152,20 +139,8 @@ def test_memory_of_processes_on_other_hosts_is_not_opened(monkeypatch: pytest.Mo
     assert map_memory(Offer("another kernel 4 1", os.getppid(), 1), 1) is None
 
 
-# -- the order in which things become visible ---------------------------------------------------------------------
-
-
-def _reduction(model: nn.Module, tag: int, out: torch.Tensor) -> Reduction:
-    slot = engine_inside(model).units[tag].grads.slot
-    assert slot is not None
-    room = slot.buffer.view(torch.float32)
-    room.fill_(float(dist.get_rank() + 1))
-    return Reduction(room.narrow(0, 0, 2 * out.numel()), out, torch.empty(0), ReductionMode.FP32, False, tag, 2.0)
-
-
 @on_ranks(2)
 def test_a_rank_sums_while_it_waits_until_another_copies(context: RankContext) -> None:
-    """The other one waits for the sum before it copies."""
     model = StreamShard(Stack(), precision=BF16, keep_main_grads=True)
     transport, flat = _shared(model), engine_inside(model).units[1].flat_params[0]
     transport.start_gather(flat.gather)
@@ -180,9 +155,10 @@ def test_a_rank_sums_while_it_waits_until_another_copies(context: RankContext) -
 def test_collectives_of_different_layers_are_never_mixed(context: RankContext) -> None:
     """Both ranks raise before anything is summed; all-gathers, which need no partner here, at the next forward."""
     model = sharded("plain", FP32)
-    transport, out = _shared(model), torch.zeros(4)
+    transport, out, tag = _shared(model), torch.zeros(4), 1 + context.rank
     said = "rank 0 reduces the gradients of '.*0', rank 1 .* '.*1'"
-    work = transport.start_reduce(_reduction(model, 1 + context.rank, out))
+    room = engine_inside(model).units[tag].grads.slot.buffer.view(torch.float32).fill_(tag)[:8]
+    work = transport.start_reduce(Reduction(room, out, torch.empty(0), ReductionMode.FP32, False, tag, 2.0))
     assert work is not None
     dist.barrier()
     transport.progress()  # has no guard that would say what differs
@@ -191,39 +167,16 @@ def test_collectives_of_different_layers_are_never_mixed(context: RankContext) -
     assert out.tolist() == [0.0] * 4
 
 
-# -- forks --------------------------------------------------------------------------------------------------------
-
-
-def _in_child(function: Callable[[], object]) -> str:
-    """The error of `function` in a forked child."""
-    inward, outward = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of forks beside threads
-        child = os.fork()
-    if child == 0:
-        try:
-            answer = str(function())
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        os.write(outward, answer.encode())
-        os._exit(0)
-    os.close(outward)
-    with open(inward) as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    return answer
-
-
 @on_ranks(2)
 def test_a_forked_child_has_no_ranks_and_no_shared_memory(context: RankContext) -> None:
     """It neither waits for ever, nor writes into what other ranks read, nor ends the model of its parent."""
     torch.manual_seed(3)
     models = [StreamShard(Stack(), precision=FP32)]
     models[0](vector_batch(0, context.rank)).sum().backward()
-    said = _in_child(lambda: models[0](vector_batch(0, 0)))
+    _, said = in_child(lambda: models[0](vector_batch(0, 0)))
     assert said.startswith("CommunicationError: ")
     assert f"this process was forked from rank {context.rank}" in said
-    assert "memfd:streamshard" not in _in_child(lambda: Path("/proc/self/maps").read_text())
+    assert "memfd:streamshard" not in in_child(Path("/proc/self/maps").read_text)[1]
     memory = [weakref.ref(buffers) for buffers in _shared(models[0])._buffers]
 
     def let_go() -> bool:
@@ -231,12 +184,9 @@ def test_a_forked_child_has_no_ranks_and_no_shared_memory(context: RankContext) 
         gc.collect()
         return all(buffers() is not None for buffers in memory)  # to free them is to unmap what is there instead
 
-    assert _in_child(let_go) == "True"
-    assert _in_child(lambda: _in_child(let_go)) == "True"
+    assert in_child(let_go) == (0, "True")
+    assert in_child(lambda: in_child(let_go)) == (0, "(0, 'True')")
     models[0](vector_batch(1, context.rank)).sum().backward()
-
-
-# -- when a rank is gone ------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -272,9 +222,7 @@ def _die(context: RankContext) -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_ends_the_others() -> None:
-    """Only the killed rank has no answer."""
     with open_pool() as pool, pytest.raises(RankFailure) as caught:
         pool(3).run(_die)
     assert "---- rank 1 of 3 ----\ndied with exit code -9" in str(caught.value)
-    assert "rank 0 of 3" not in str(caught.value)
-    assert "rank 2 of 3" not in str(caught.value)
+    assert "rank 0 of 3" not in str(caught.value) and "rank 2 of 3" not in str(caught.value)

@@ -23,7 +23,6 @@ from tests.simulated import LateTransport, simulated_device
 
 NUMEL = 257  # of a shard; no multiple of anything
 UNITS = 3
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PRECISIONS = {  # by how gradients are reduced
     precision.reduction_mode: precision
     for precision in (
@@ -35,7 +34,6 @@ PRECISIONS = {  # by how gradients are reduced
 
 
 def _gloo(device: torch.device) -> Communicator:
-    assert dist.group.WORLD is not None
     return Communicator(dist.group.WORLD, Streams(device))
 
 
@@ -90,14 +88,12 @@ TRANSPORTS: dict[str, Callable[[torch.device], Communicator]] = {
 
 
 def _wait(transport: Transport, work: Work | None) -> None:
-    """Wait until the result is available on the compute stream."""
     fence = Fence(transport.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "results")
     fence.record(work)
     fence.wait()
 
 
 def _let_read(transport: Transport) -> None:
-    """Let the next collectives read what compute has written."""
     fence = Fence(transport.streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "what is sent")
     fence.record()
     fence.wait()
@@ -109,7 +105,12 @@ def _numbers(rank: int, numel: int, like: torch.Tensor, salt: int = 0) -> torch.
     return torch.randn(numel, generator=generator).to(like)
 
 
-def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
+def _check_gathers(ranks: Communicator) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        _check_gathers_of(dtype, ranks)
+
+
+def _check_gathers_of(dtype: torch.dtype, ranks: Communicator) -> None:
     """All ranks' shards side by side: published, inside the slot, empty, cast on the way, others; later new values."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     shard = transport.allocate_visible(NUMEL, dtype)
@@ -143,21 +144,17 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
     assert torch.equal(full, torch.cat([_numbers(rank, NUMEL, slot, 20) for rank in range(size)]))
 
 
-def _check_reductions(ranks: Communicator, mode: ReductionMode, *, sums: bool) -> None:
-    for dtype in dict.fromkeys((PRECISIONS[mode].slot_grad_dtype, torch.bfloat16)):
-        _check_reductions_of(dtype, ranks, mode, sums=sums)
+def _check_reductions(ranks: Communicator, *, sums: bool) -> None:
+    for mode, precision in PRECISIONS.items():
+        for dtype in dict.fromkeys((precision.slot_grad_dtype, torch.bfloat16)):
+            _check_reductions_of(dtype, ranks, mode, sums=sums)
 
 
 def _check_reductions_of(dtype: torch.dtype, ranks: Communicator, mode: ReductionMode, *, sums: bool) -> None:
     """Means and other quotients of sums over ranks, fp32 whatever was sent; added to what is there, or in its place.
 
     Several are under way, one is empty. With the smallest scratch, a reduction that can be made in parts has five.
-
-    Args:
-        dtype: of the gradients.
-        ranks: between whom.
-        mode: how.
-        sums: whether the backend itself sums where it can: in its own order, in what is sent.
+    `sums`: the backend itself sums where it can, in its own order, in what is sent.
     """
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     numels = (NUMEL, NUMEL, 0)
@@ -224,7 +221,6 @@ def _check_flags(ranks: Communicator) -> None:
 
 
 def _check_talk(ranks: Communicator) -> None:
-    """Ranks exchange objects while a collective is pending."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     values = _numbers(ranks.rank, NUMEL, torch.empty(0, device=device), 60)
     _let_read(transport)
@@ -250,10 +246,8 @@ def _check_talk(ranks: Communicator) -> None:
 def test_every_transport_gathers_reduces_averages_and_exchanges_objects(context: RankContext, through: str) -> None:
     """And flags. Through gloo and shared memory sums are in fp32 in rank order, whatever is sent."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
-    for dtype in DTYPES.values():
-        _check_gathers(ranks, dtype)
-    for mode in ReductionMode:
-        _check_reductions(ranks, mode, sums=ranks.streams.has_streams)
+    _check_gathers(ranks)
+    _check_reductions(ranks, sums=ranks.streams.has_streams)
     _check_flags(ranks)
     _check_all_to_all(ranks)
     _check_talk(ranks)
@@ -261,28 +255,22 @@ def test_every_transport_gathers_reduces_averages_and_exchanges_objects(context:
 
 @on_ranks(4)
 def test_ranks_with_the_same_experts_gather_and_reduce_beside_others(context: RankContext) -> None:
-    """Through the memory of all four."""
     ranks = _late(_experts)(torch.device("cpu"))
     gc.collect()
     inner: Any = ranks.transport
     assert not inner.inner._own.gone[0], "the communicator of all has gone, and its memory is needed"
-    for dtype in DTYPES.values():
-        _check_gathers(ranks, dtype)
-    for mode in ReductionMode:
-        _check_reductions(ranks, mode, sums=False)
+    _check_gathers(ranks)
+    _check_reductions(ranks, sums=False)
 
 
 @pytest.mark.gpu
 @on_ranks(1, 2, backend="nccl")
 @pytest.mark.parametrize("is_late", [False, True])
 def test_the_nccl_transport_gathers_reduces_and_exchanges(context: RankContext, is_late: bool) -> None:
-    """The same; sums in the backend's own order where it sums."""
     make: Any = _late(_gloo) if is_late else _gloo
     ranks = make(context.device)
-    for dtype in DTYPES.values():
-        _check_gathers(ranks, dtype)
-    for mode in ReductionMode:
-        _check_reductions(ranks, mode, sums=ranks.world_size > 1)
+    _check_gathers(ranks)
+    _check_reductions(ranks, sums=ranks.world_size > 1)
     _check_all_to_all(ranks)
     _check_talk(ranks)
 
@@ -306,8 +294,6 @@ def test_sums_are_divided_afterwards(context: RankContext, through: str) -> None
 
 
 class _Interrupted:
-    """A message whose wait the user ends."""
-
     def wait(self) -> None:
         raise KeyboardInterrupt
 

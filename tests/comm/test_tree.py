@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +16,6 @@ import torch
 from streamshard.comm.tree import gather_to_first, send_to_all
 
 _SOON = datetime.timedelta(seconds=60)
-
-
-class _Done:
-    def __init__(self, wait: Callable[[], object] = lambda: None) -> None:
-        self._wait = wait
-
-    def wait(self, timeout: datetime.timedelta) -> None:
-        self._wait()
 
 
 class _Ranks:
@@ -35,16 +27,16 @@ class _Ranks:
         self.peers: set[int] = set()
         self.sent_bytes = 0
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> _Done:
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
         self.peers.add(to)
         self.sent_bytes += tensors[0].numel()
         self._mail[self._me, to].put(tensors[0].clone())
-        return _Done()
+        return SimpleNamespace(wait=lambda timeout: None)
 
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> _Done:
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
         self.peers.add(source)
         mail = self._mail[source, self._me]
-        return _Done(lambda: tensors[0].copy_(mail.get(timeout=10)))
+        return SimpleNamespace(wait=lambda timeout: tensors[0].copy_(mail.get(timeout=10)))
 
 
 def _exchange(messages: list[bytes]) -> tuple[list[_Ranks], list[Any], list[bytes]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard import CommunicationError, RankMismatchError, ShardingError, StreamShard
 from tests.models import DIM, NormStack, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, case, counted_collectives, full_weights, sgd
+from tests.reference import FP32, assert_same, case, counted_collectives, full_weights, sgd, sharded_model
 from tests.scenarios import over_sockets
 
 SEED = 5
@@ -30,19 +31,9 @@ class _DDP(DistributedDataParallel):
             super()._sync_buffers()
 
 
-def ddp_of(model: nn.Module) -> nn.Module:
-    """`model` under DistributedDataParallel, some of whose parameters need not be used."""
-    return _DDP(model, find_unused_parameters=True)
-
-
-def inner(model: nn.Module) -> Any:
-    """The user's own model."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
 def buffers_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of a model's buffers, complex ones as pairs of real numbers."""
-    copies = {name: value.detach().clone() for name, value in inner(model).named_buffers()}
+    copies = {name: value.detach().clone() for name, value in getattr(model, "module", model).named_buffers()}
     return {name: torch.view_as_real(value) if value.is_complex() else value for name, value in copies.items()}
 
 
@@ -52,7 +43,10 @@ def assert_like_ddp(
     """Run `program` on DDP and on StreamShard; what it notes of the buffers is the same on each rank, each time."""
     noted: list[list[dict[str, Tensor | None]]] = []
     models = []
-    for wrap in (ddp_of, lambda module: StreamShard(module, precision=FP32, **settings)):
+    for wrap in (
+        partial(_DDP, find_unused_parameters=True),
+        lambda module: StreamShard(module, precision=FP32, **settings),
+    ):
         torch.manual_seed(SEED)
         model = wrap(build())
         notes: list[dict[str, Tensor | None]] = []
@@ -65,14 +59,14 @@ def assert_like_ddp(
         assert_same(found, wanted, f"buffers at note {number} on rank {context.rank}")
     ddp, sharded = models
     weights = full_weights(sharded)
-    trained = {name: param.detach() for name, param in inner(ddp).named_parameters()}
+    trained = {name: param.detach() for name, param in getattr(ddp, "module", ddp).named_parameters()}
     assert_same({name: weights[name] for name in trained}, trained, "weights")
     return sharded
 
 
 def train(model: nn.Module, context: RankContext, note: Callable[[], None], steps: int = 4) -> None:
     """Ordinary steps; notes buffers between forward and loss and after each step."""
-    optimizer = sgd(inner(model))
+    optimizer = sgd(getattr(model, "module", model))
     for step in range(steps):
         out = model(vector_batch(step, context.rank))
         note()
@@ -106,7 +100,7 @@ def in_training_mode_without_gradients(model: nn.Module, context: RankContext, n
 
 def with_no_sync(model: nn.Module, context: RankContext, note: Callable[[], None]) -> None:
     """Micro-batches go on with this rank's statistics."""
-    optimizer = sgd(inner(model))
+    optimizer = sgd(getattr(model, "module", model))
     for step in range(3):
         with model.no_sync():  # type: ignore[operator]
             for number in range(2):
@@ -118,13 +112,10 @@ def with_no_sync(model: nn.Module, context: RankContext, note: Callable[[], None
         optimizer.zero_grad()
 
 
-PROGRAMS = [in_training_mode_without_gradients, with_no_sync]
-
-
 @on_ranks(2)
 def test_batch_norm_buffers_equal_ddps_at_every_moment(context: RankContext) -> None:
     """This rank's own between forward and loss, rank 0's when a forward begins and the last one has trained."""
-    for program in PROGRAMS:
+    for program in (in_training_mode_without_gradients, with_no_sync):
         with case(program.__name__):
             assert_like_ddp(context, NormStack, program)
     with over_sockets():
@@ -173,17 +164,14 @@ class Table(Stack):
 
 
 def in_place(model: Any, x: Tensor) -> None:
-    """An average, say."""
     model.table.lerp_(x.mean(0), 0.5)
 
 
 def by_assignment(model: Any, x: Tensor) -> None:
-    """Another tensor each time."""
     model.table = x.mean(0)
 
 
 def only_on_rank_1(model: Any, x: Tensor) -> None:
-    """Rank 1 gets rank 0's back."""
     if dist.get_rank() == 1:
         in_place(model, x)
 
@@ -228,7 +216,14 @@ def test_state_that_ranks_cannot_share_raises_on_all(context: RankContext, chang
         elif change == "differs":
             model.table = torch.ones((1,) * (1 + context.rank))
 
-    now = "is gone" if change == "gone" else "has another shape or dtype by now, not the same"
+    if change == "differs":
+        own: Any = Table(change_it)
+        own.register_buffer("table", own.table, persistent=False)
+        own = StreamShard(own, precision=FP32)
+        for step in range(2):
+            own(vector_batch(step, context.rank)).sum().backward()
+        assert own.table.dim() == 1 + context.rank
+    now = "is gone" if change == "gone" else "has another shape or dtype by now"
     advice = r"model.register_buffer\('table', model.table, persistent=False\)"
     names_it = context.rank or change == "differs"
     named = rf"'table' was \(16,\) torch.float32, and {now}.*{advice}"
@@ -238,27 +233,15 @@ def test_state_that_ranks_cannot_share_raises_on_all(context: RankContext, chang
     model(vector_batch(0, context.rank)).sum().backward()
     with pytest.raises(kind, match=message):
         model(vector_batch(1, context.rank)).sum().backward()
-    if change == "differs":
-        model = Table(change_it)
-        model.register_buffer("table", model.table, persistent=False)
-        model = StreamShard(model, precision=FP32)
-        for step in range(2):
-            model(vector_batch(step, context.rank)).sum().backward()
-        assert model.table.dim() == 1 + context.rank
-
-
-REFUSED: dict[str, Callable[[], Tensor]] = {
-    "sparse_coo.*plain attribute": lambda: torch.eye(3).to_sparse(),
-    r"expanded.*clone\(\)": lambda: torch.zeros(3, 1).expand(3, 4),
-}
 
 
 @on_ranks(2)
 def test_a_buffer_that_cannot_be_kept_equal_is_refused(context: RankContext) -> None:
     """By name, on both ranks, with nothing changed."""
-    for message, make in REFUSED.items():
+    expanded = torch.zeros(3, 1).expand(3, 4)
+    for message, buffer in (("sparse_coo.*plain attribute", torch.eye(3).to_sparse()), (r"expanded.*clone", expanded)):
         model: Any = Stack()
-        model.layers[1].register_buffer("graph", make())
+        model.layers[1].register_buffer("graph", buffer)
         with pytest.raises(ShardingError, match=f"buffer 'layers.1.graph' is not dense .*{message}"):
             StreamShard(model)
         del model.layers[1].graph
@@ -279,15 +262,14 @@ def talk(model: nn.Module, context: RankContext, steps: int = 1) -> dict[str, in
     with counted_collectives(model) as counts:
         for step in range(steps):
             model(vector_batch(step, context.rank)).sum().backward()
-    names = {"broadcast_": "buffers", "allgather_": "objects", "allreduce_": "votes"}
-    names["_allgather_base_"] = "objects"  # torch 2.15
-    return {what: counts[name] for name, what in names.items() if name in counts}
+    names = ("broadcast_", "allgather_", "allreduce_", "_allgather_base_")
+    return {name: counts[name] for name in names if name in counts}
 
 
 @on_ranks(2)
 def test_evaluation_and_passes_inside_no_sync_send_no_statistics(context: RankContext) -> None:
     """After the first ones, which send what training has changed."""
-    model: Any = StreamShard(NormStack(), precision=FP32)
+    model = sharded_model(NormStack)
     talk(model, context)
     with torch.no_grad():
         model(vector_batch(0, context.rank))
@@ -296,5 +278,5 @@ def test_evaluation_and_passes_inside_no_sync_send_no_statistics(context: RankCo
     assert "broadcast_" not in counts
     talk(model, context)
     with model.no_sync():
-        assert talk(model, context) == {"buffers": 2}  # numbers of batches are integers
+        assert talk(model, context) == {"broadcast_": 2}  # numbers of batches are integers
         assert talk(model, context, 2) == {}

@@ -17,17 +17,8 @@ from streamshard import plan
 from streamshard.errors import CommunicationError, ShardingError
 from streamshard.planning.memory import Category
 from tests.models import DIM, TinyConfig, UsingLM, token_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    assert_trains_like_plain,
-    case,
-    engine_inside,
-    full_weights,
-    lm_step,
-    sharded_model,
-)
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import FP32, assert_trains_like_plain, case, engine_inside, full_weights, lm_step, sharded_model
 from tests.scenarios import over_sockets
 
 BOTH = {"embedding", "head"}
@@ -91,46 +82,34 @@ def test_ends_take_turns_where_the_order_of_uses_allows(context: RankContext) ->
             assert _ends(assert_trains_like_plain(context, build, lm_step, **settings)) == wanted
 
 
-# By name: a use that begins after embedding and head have joined; the weight that an error names, or None: it runs.
+# By name: a use that begins after embedding and head have joined; the unit that an error names, or None: it runs.
 LATER: dict[str, tuple[dict[str, Callable[..., Any]], str | None]] = {
     "head called behind the blocks": ({"last": lambda m, t: m.head(m.norm(m.embedding(t))).mean()}, None),
     "an early exit": ({"between": lambda m, x: m.head(x).mean()}, None),
-    "head read before the blocks": ({"first": lambda m: m.head.weight.square().mean()}, "head.weight"),
-    "embedding read behind the blocks": (
-        {"head": lambda m, x: m.head(x) + x @ m.embedding.weight.t()},
-        "embedding.weight",
-    ),
+    "head read before the blocks": ({"first": lambda m: m.head.weight.square().mean()}, "head"),
+    "embedding read behind the blocks": ({"head": lambda m, x: m.head(x) + x @ m.embedding.weight.t()}, "embedding"),
     "embedding checkpointed": ({"embed": lambda m, t: checkpoint(m.embedding, t, use_reentrant=False)}, None),
-    "embedding that backward needs": ({"first": _scale}, "embedding.weight"),
+    "embedding that backward needs": ({"first": _scale}, "embedding"),
 }
-
-
-def _change(uses: dict[str, Callable[..., Any]]) -> Callable[[nn.Module, int], None]:
-    """For `assert_trains_like_plain`: the model uses its weights otherwise from the fourth step on."""
-
-    def prepare(model: Any, number: int) -> None:
-        if number == 3:
-            model.uses = uses
-
-    return prepare
 
 
 @on_ranks(2)
 def test_an_end_that_is_used_otherwise_later_trains_like_plain_or_raises(context: RankContext) -> None:
     for number, (name, (uses, weight)) in enumerate(LATER.items()):
-        train = functools.partial(
-            assert_trains_like_plain, context, functools.partial(_reader, 4 + number % 2), lm_step,
-            steps=5, checked=(3, 4), prepare=_change(uses),
-        )  # fmt: skip
+
+        def prepare(model: Any, number: int, uses: Any = uses) -> None:
+            model.uses = uses if number >= 3 else {}
+
+        build, options = functools.partial(_reader, 4 + number % 2), {"steps": 5, "checked": (3, 4), "prepare": prepare}
+        train: Any = functools.partial(assert_trains_like_plain, context, build, lm_step, **options)
         with case(name):
             if weight is None:
                 train()
                 continue
-            unit = weight.partition(".")[0]
-            said = rf"the weight '{weight}'.* StreamShard\(model, resident=\['{unit}'\]\)"
+            said = rf"the weight '{weight}\.weight'.* StreamShard\(model, resident=\['{weight}'\]\)"
             with pytest.raises(ShardingError, match=said):
                 train()
-            train(resident=[unit])
+            train(resident=[weight])
 
 
 @on_ranks(2)
@@ -189,20 +168,17 @@ def test_ends_take_turns_once_no_graph_waits_on_any_rank(context: RankContext) -
 
 @on_ranks(2)
 def test_a_second_backward_through_a_graph_from_before_raises(context: RankContext) -> None:
-    model = sharded_model(_reader)
-    loss = model(token_batch(0, context.rank)).square().mean()
-    loss.backward(retain_graph=True)
-    model.zero_grad()
-    _train(model, 2)
-    assert _ends(model) == BOTH
-    with pytest.raises(ShardingError, match=r"goes through a forward from before .*resident=\['embedding', 'head'\]"):
-        loss.backward()
-    _train(model, 1)
-    resident = sharded_model(_reader, resident=["embedding", "head"])
-    loss = resident(token_batch(0, context.rank)).square().mean()
-    loss.backward(retain_graph=True)
-    _train(resident, 2)
-    loss.backward()
+    told = r"goes through a forward from before .*resident=\['embedding', 'head'\]"
+    for resident in ([], ["embedding", "head"]):
+        model = sharded_model(_reader, resident=resident)
+        loss = model(token_batch(0, context.rank)).square().mean()
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        _train(model, 2)
+        assert resident or _ends(model) == BOTH
+        with contextlib.nullcontext() if resident else pytest.raises(ShardingError, match=told):
+            loss.backward()
+        _train(model, 1)
 
 
 @on_ranks(2)
@@ -272,6 +248,5 @@ def test_tokens_that_change_before_backward_raise_as_in_plain_pytorch(context: R
             loss.backward()
         del loss  # its graph would wait
         model.zero_grad()
-        lm_step(model, Call(number, 0, 1, 1.0))
-        model.zero_grad()
+        _train(model, 1)
     assert _ends(model) == BOTH

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from streamshard.config import Precision
 from streamshard.core import graph_hooks
 from tests.models import TinyConfig, UsingLM, token_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    Call,
     adamw,
     assert_trains_like_plain,
     case,
@@ -63,14 +62,38 @@ def _on_cpu(model: Any, tokens: Tensor) -> Tensor:
     return out
 
 
-# By name: the model, and whether torch makes no gradient of the whole weight.
-MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
-    "an embedding": (_model, True),
-    "tied, with a row for padding": (lambda: _model(_padded, tied=True), True),
-    "tied, called twice": (lambda: _model(embed=_twice, tied=True), True),
-    "by the number of tokens": (lambda: _model(lambda r, d: nn.Embedding(r, d, scale_grad_by_freq=True)), False),
-    "read": (lambda: _model(embed=lambda m, t: F.embedding(t, m.embedding.weight)), False),
-    "saved on the CPU": (lambda: _model(embed=_on_cpu), False),
+def _with_gradient_inside(model: Any, tokens: Tensor) -> Tensor:
+    rows = model.embedding(tokens)
+    (grad,) = torch.autograd.grad(rows.square().sum(), model.embedding.weight, retain_graph=True)
+    return rows + grad.square().mean()
+
+
+def _two_passes(model: Any, call: Call) -> Tensor:
+    first, second = (model(token_batch(call.step + extra, call.rank)).square().mean() for extra in (0, 100))
+    return call.backward(first + second)
+
+
+def _freeze_between(model: Any, call: Call) -> Tensor:
+    with no_sync(model):
+        loss = model(token_batch(call.step + 100, call.rank)).square().mean()
+        model.embedding.weight.requires_grad_(False)
+        call.backward(loss)
+        model.embedding.weight.requires_grad_(True)
+    return lm_step(model, call)
+
+
+# By name: the model, how many look-ups' gradients are kept in three steps instead of the whole one, and the step.
+MODELS: dict[str, tuple[Any, ...]] = {
+    "an embedding": (_model, 3),
+    "tied, with a row for padding": (lambda: _model(_padded, tied=True), 3),
+    "tied, called twice": (lambda: _model(embed=_twice, tied=True), 6),
+    "by the number of tokens": (lambda: _model(lambda r, d: nn.Embedding(r, d, scale_grad_by_freq=True)), 0),
+    "read": (lambda: _model(embed=lambda m, t: F.embedding(t, m.embedding.weight)), 0),
+    "saved on the CPU": (lambda: _model(embed=_on_cpu), 0),
+    "a gradient inside": (lambda: _model(embed=_with_gradient_inside), 3),
+    "a gradient inside, tied": (lambda: _model(embed=_with_gradient_inside, tied=True), 3),
+    "two passes": (lambda: _model(tied=True), 6, _two_passes),
+    "frozen before a backward": (_model, 3, _freeze_between, ALL_SLOTS),
 }
 
 
@@ -79,10 +102,13 @@ _counting = functools.partial(counted, graph_hooks, "_keep_lookup")  # look-ups 
 
 @on_ranks(2)
 def test_models_with_embeddings_train_like_plain(context: RankContext) -> None:
-    for name, (build, is_kept) in MODELS.items():
+    for name, (build, kept, *rest) in MODELS.items():
+        step, settings = [*rest, *(lm_step, {})[len(rest) :]]
         with case(name), _counting() as counts:
-            assert_trains_like_plain(context, build, lm_step, checked=(0, 2))
-            assert (sum(counts) >= 3) is is_kept and (sum(counts) == 0) is not is_kept
+            model = assert_trains_like_plain(context, build, step, checked=(0, 2), **settings)
+            assert sum(counts) == kept
+            if name == "an embedding":  # which takes turns from the third step on
+                assert len(engine_inside(model).plan.ends) == 2
 
 
 @on_ranks(1)
@@ -108,42 +134,15 @@ def _accumulate(model: Any, call: Call) -> Tensor:
 
 
 def _again(model: Any, call: Call) -> Tensor:
-    """Two backwards through one graph."""
     loss = model(token_batch(call.step, call.rank)).square().mean()
     loss.backward(retain_graph=True)
     loss.backward()
     return loss.detach()  # type: ignore[no-any-return]
 
 
-@on_ranks(2)
-def test_an_embedding_that_takes_turns_keeps_gradients_of_outputs(context: RankContext) -> None:
-    model = sharded_model(_model)
-    for _ in range(3):
-        with _counting() as counts:
-            lm_step(model, Call(0, context.rank, 1, 1.0))
-        assert sum(counts) == 1
-    assert {engine_inside(model).units[unit].name for unit in engine_inside(model).plan.ends} == {"embedding", "head"}
-
-
-def _two_passes(model: Any, call: Call) -> Tensor:
-    """Two forwards, one backward."""
-    first, second = (model(token_batch(call.step + extra, call.rank)).square().mean() for extra in (0, 100))
-    return call.backward(first + second)
-
-
-@on_ranks(2)
-def test_gradients_of_look_ups_in_two_passes_are_added(context: RankContext) -> None:
-    with _counting() as counts:
-        assert_trains_like_plain(context, lambda: _model(tied=True), _two_passes)
-    assert sum(counts) == 6
-
-
 STEPS: dict[str, tuple[Callable[[Any, Call], Tensor], dict[str, Any]]] = {
     "two slots": (lm_step, {}),
-    "all slots, bf16 gradients": (
-        _accumulate,
-        {**ALL_SLOTS, "precision": Precision(grad_dtype=torch.bfloat16)},
-    ),
+    "all slots, bf16 gradients": (_accumulate, {**ALL_SLOTS, "precision": Precision(grad_dtype=torch.bfloat16)}),
     "accumulation": (_accumulate, {}),
     "one graph, two backwards": (_again, {"weight_slots": "all"}),
 }
@@ -160,67 +159,18 @@ def _trained(step: Callable[[Any, Call], Tensor], rank: int, tied: bool, setting
     return full_weights(model)
 
 
-def _bits_of(
-    step: Callable[[Any, Call], Tensor], rank: int, tied: bool, settings: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of two runs: the embedding's gradient is made by ranges, or whole."""
-    with _counting() as counts:
-        found = _trained(step, rank, tied, settings)
-    assert sum(counts) >= 4
-    with mock.patch.object(graph_hooks, "lookups_in", lambda output: ()):
-        return found, _trained(step, rank, tied, settings)
-
-
 @on_ranks(1, 2)
 def test_ranges_of_rows_have_the_bits_of_the_whole_gradient(context: RankContext) -> None:
     """Tied on one rank or on two."""
     for number, (name, (step, settings)) in enumerate(STEPS.items()):
+        given = step, context.rank, (number + context.world_size) % 2 == 0, settings
         with case(name):
-            found, wanted = _bits_of(step, context.rank, (number + context.world_size) % 2 == 0, settings)
+            with _counting() as counts:
+                found = _trained(*given)
+            assert sum(counts) >= 4
+            with mock.patch.object(graph_hooks, "_lookups_in", lambda output: ()):
+                wanted = _trained(*given)
             assert [key for key, weight in wanted.items() if not torch.equal(weight, found[key])] == []
-
-
-def _scaled(model: Any, call: Call) -> Tensor:
-    """Ranks with fewer batches than others scale gradients, see `UnevenInputs`."""
-    engine_inside(model).inputs.grad_scale = 0.3
-    return lm_step(model, call)
-
-
-@on_ranks(2)
-def test_gradients_of_look_ups_are_scaled(context: RankContext) -> None:
-    for tied in (False, True):
-        found, wanted = _bits_of(_scaled, context.rank, tied, {})
-        assert [key for key, weight in wanted.items() if not torch.equal(weight, found[key])] == []
-
-
-def _with_gradient_inside(model: Any, tokens: Tensor) -> Tensor:
-    """The forward differentiates by the weight of the embedding."""
-    rows = model.embedding(tokens)
-    (grad,) = torch.autograd.grad(rows.square().sum(), model.embedding.weight, retain_graph=True)
-    return rows + grad.square().mean()
-
-
-@on_ranks(2)
-def test_autograd_grad_inside_the_forward_makes_the_whole_gradient(context: RankContext) -> None:
-    for tied in (False, True):
-        assert_trains_like_plain(context, lambda t=tied: _model(embed=_with_gradient_inside, tied=t), lm_step)
-
-
-def _freeze_between(model: Any, call: Call) -> Tensor:
-    """The embedding is frozen between the first forward and its backward."""
-    with no_sync(model):
-        loss = model(token_batch(call.step + 100, call.rank)).square().mean()
-        model.embedding.weight.requires_grad_(False)
-        call.backward(loss)
-        model.embedding.weight.requires_grad_(True)
-    return lm_step(model, call)
-
-
-@on_ranks(2)
-def test_an_embedding_frozen_before_backward_has_no_gradient(context: RankContext) -> None:
-    with _counting() as counts:
-        assert_trains_like_plain(context, _model, _freeze_between, **ALL_SLOTS)
-    assert sum(counts) == 3
 
 
 @on_ranks(1)

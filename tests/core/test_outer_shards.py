@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections import Counter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,17 +34,20 @@ from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
 from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     FP32,
-    Call,
-    Tolerance,
+    NEAR,
+    Trouble,
     adamw,
     assert_same,
     case,
     engine_inside,
+    failing,
     full_weights,
+    mesh_2d,
     sharded_model,
     stack_step,
     train_stack,
@@ -52,16 +55,13 @@ from tests.reference import (
 from tests.scenarios import BF16, SCENARIOS, reference, sharded, train
 from tests.simulated import checking_streams, late, simulated_device
 
-NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
 # What happens on both levels, in any order and in part; all else is cut over whole replicas alone.
 ON_BOTH = ("no_sync", "layers unused on some ranks", "a kept graph", "a backward that fails")
 BETWEEN = ("tied", "evaluation between steps", "freezing", "clipping", "summoning", "a forward that fails")
 
 
 def outer(replicas: int, shards: int) -> dict[str, Any]:
-    """Arguments of `StreamShard`."""
-    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-    return {"mesh": mesh, "shard_over_replicas": True}
+    return {"mesh": mesh_2d(replicas, shards), "shard_over_replicas": True}
 
 
 @on_ranks()
@@ -69,7 +69,7 @@ def outer(replicas: int, shards: int) -> dict[str, Any]:
 def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
     """Without races, however late collectives are."""
     for number, way in enumerate(ON_BOTH if shape[1] > 1 else BETWEEN):
-        slots = {"weight_slots": "all", "grad_slots": "all"} if number % 3 == 2 else {}
+        slots = ALL_SLOTS if number % 3 == 2 else {}
         with case(way):
             model = sharded(way, FP32, **outer(*shape), **slots)
             with detect_races(model), make_adversarial(model):
@@ -109,32 +109,28 @@ def test_sums_in_rank_order_have_the_bits_of_one_shard_group(context: RankContex
 
 @on_ranks(4)
 def test_accumulation_layer_by_layer_equals_a_loop(context: RankContext) -> None:
-    def weights(*, at_once: bool, **settings: Any) -> dict[str, Tensor]:
-        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+    models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
+    for model in models:
         optimizer = adamw(model)
         for step in range(3):
             parts = [vector_batch(3 * step + part, context.rank) for part in range(3)]
-            if at_once and step:
+            if model is models[0] and step:
                 model.accumulate(parts, lambda model, part: model(part).square().mean())
             else:
                 for part in parts:
                     model(part).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return full_weights(model)
-
-    assert_same(weights(at_once=True, **outer(2, 2)), weights(at_once=False), "weights", NEAR)
+    assert_same(*map(full_weights, models), "weights", NEAR)
 
 
 @on_ranks(4)
 def test_whole_parameters_are_stepped_by_one_of_all_ranks(context: RankContext) -> None:
-    def weights(**settings: Any) -> dict[str, Tensor]:
-        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+    models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
+    for model in models:
         optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)
         train_stack(model, optimizer, context, steps=2)
-        return full_weights(model)
-
-    assert_same(weights(**outer(2, 2)), weights(), "weights", NEAR)
+    assert_same(*map(full_weights, models), "weights", NEAR)
 
 
 @on_ranks(4)
@@ -152,19 +148,15 @@ def test_weights_cross_between_replicas_once_per_optimizer_step(context: RankCon
             assert counts == {flat.tag: 3 if flat.kind.trains else 1 for flat in flats}
 
 
-class _Scaled(nn.Module):
-    """The root unit has one number: only the first rank has an element."""
+class _Scaled(Stack):
+    """Of its root unit, one number, only the first rank has an element."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = stack_of(Layer)().layers
-        self.scale = nn.Parameter(torch.ones(()))
+        self.head, self.scale = nn.Identity(), nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..] -> [..]."""
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.scale
+        return super().forward(x) * self.scale
 
 
 @on_ranks(2)
@@ -202,7 +194,7 @@ def test_all_ranks_gather_weights_that_only_ranks_with_elements_have_written(
 @on_ranks(4)
 def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext) -> None:
     """None waits in the shard group until the one before has left its buffer."""
-    model: Any = sharded_model(stack_of(Layer, 6), **outer(2, 2))
+    model = sharded_model(stack_of(Layer, 6), **outer(2, 2))
     transport = engine_inside(model).outer.ranks.transport
     with mock.patch.object(transport, "start_reduce", wraps=transport.start_reduce) as start:
         stack_step(model, Call(0, context.rank, 4, 1.0))
@@ -215,34 +207,27 @@ def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext
 def test_a_backward_that_fails_inside_no_sync_leaves_no_sums(context: RankContext) -> None:
     """The next step has no gradient of it; gradients from before ``no_sync()`` count."""
 
-    def fail(grad: Tensor) -> NoReturn:
-        raise ZeroDivisionError
-
-    def weights(**settings: Any) -> dict[str, Tensor]:
-        model: Any = sharded_model(stack_of(Layer, 6), **settings)
+    models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
+    for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         call = Call(0, context.rank, 4, 1.0)
         with model.no_sync():
             stack_step(model, call)
-            hidden = model.layers[0].register_forward_hook(lambda *args: args[-1].register_hook(fail) and None)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(Trouble), failing(model.layers[0]):
                 stack_step(model, call)
-            hidden.remove()
         for step in range(2):
             stack_step(model, call._replace(step=step))
             with model.no_sync():
                 stack_step(model, call._replace(step=step + 1))
         stack_step(model, call)
         optimizer.step()
-        return full_weights(model)
-
-    assert_same(weights(**outer(2, 2)), weights(), "weights", NEAR)
+    assert_same(*map(full_weights, models), "weights", NEAR)
 
 
 @on_ranks(4)
 def test_memory_is_what_the_formula_says(context: RankContext) -> None:
     """4 bytes of main weights, and moments, over all ranks; 2 over the ranks of a replica; 4 for sums of no_sync()."""
-    model: Any = sharded_model(stack_of(Layer, 6), precision=BF16, **outer(2, 2))
+    model = sharded_model(stack_of(Layer, 6), precision=BF16, **outer(2, 2))
     engine = engine_inside(model)
     optimizer = adamw(model)
     stack_step(model, Call(0, context.rank, 4, 1.0))

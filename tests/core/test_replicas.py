@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from streamshard import (
-    ConfigError,
-    ShardingError,
-    StreamShard,
-    export_safetensors,
-    full_optimizer_state_dict,
-)
+from streamshard import ConfigError, ShardingError, StreamShard, export_safetensors, full_optimizer_state_dict
 from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, everywhere, on_ranks
+from tests.ranks import Call, RankContext, everywhere, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     FP32,
-    Call,
-    Tolerance,
+    NEAR,
     adamw,
     assert_same,
     assert_trains_like_plain,
@@ -37,18 +29,13 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
+    mesh_2d,
     stack_step,
 )
 from tests.scenarios import SCENARIOS, reference, sharded, train, trained
 
-ALL_SLOTS: dict[str, Any] = {"weight_slots": "all", "grad_slots": "all"}
-NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through Adam
 # Replicas that are sharded over ranks, and whole ones, which have no slots.
 MESHES = pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
-
-
-def _mesh(replicate: int, shard: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
 
 # What is averaged while a backward goes on, or given up in the middle of one; all else is a shard group's own affair.
@@ -60,13 +47,10 @@ WHOLE = ("plain", "layers unused on some ranks", "tied", "two backwards", "evalu
 @on_ranks()
 @MESHES
 def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
-    """Layers that only some replicas use, gradients in several parts, exceptions and all.
-
-    Without races, however late collectives are; all ranks hold the same bits.
-    """
+    """Without races, however late collectives are; all ranks hold the same bits."""
     ways = [(each, {}) for each in (SHARDED if shape[1] > 1 else WHOLE)]
     for scenario, slots in [*ways, ("no_sync", ALL_SLOTS)]:
-        model = sharded(scenario, FP32, mesh=_mesh(*shape), **slots)
+        model = sharded(scenario, FP32, mesh=mesh_2d(*shape), **slots)
         with detect_races(model), make_adversarial(model):
             train(model, scenario, context)
             found = full_weights(model)
@@ -121,7 +105,7 @@ def test_micro_batches_inside_no_sync_cross_between_replicas_once(
             optimizer.zero_grad()
         return full_weights(model)
 
-    assert_same(train(_mesh(*shape)), train(None), "weights", NEAR)
+    assert_same(train(mesh_2d(*shape)), train(None), "weights", NEAR)
 
 
 @on_ranks(4)
@@ -147,7 +131,7 @@ def test_what_only_another_rank_has_made_and_was_frozen_since_is_kept_or_dropped
         stack_step(model, call)
         return full_grads(model)
 
-    mesh = {"mesh": _mesh(2, 2), "shard_over_replicas": is_cut}
+    mesh = {"mesh": mesh_2d(2, 2), "shard_over_replicas": is_cut}
     for drops in (False, True):
         with case(drops):
             assert_same(grads(drops=drops, **mesh), grads(drops=drops), "gradients", NEAR)
@@ -185,15 +169,12 @@ def test_meshes_that_cannot_work_are_refused(context: RankContext) -> None:
 
 
 @on_ranks(4)
-def test_memory_norms_and_exports_are_those_of_one_replica(context: RankContext) -> None:
+def test_memory_norms_and_exports_are_those_of_one_replica(context: RankContext, tmp_path: Path) -> None:
     """As of two ranks; four ranks write one file, and rank 0 alone gets the full state."""
-    place: list[Any] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(place)
-    path = Path(place[0])
-    model = sharded("plain", FP32, mesh=_mesh(2, 2))
+    model = sharded("plain", FP32, mesh=mesh_2d(2, 2))
     optimizer = adamw(model)
     SCENARIOS["plain"].step(model, Call(0, context.rank, 4, 1.0))
-    pair = sharded("plain", FP32, mesh=_mesh(2, 2)["shard"])
+    pair = sharded("plain", FP32, mesh=mesh_2d(2, 2)["shard"])
     held, other = (dict(each.memory_report().held_bytes) for each in (model, pair))
     assert held.pop(Category.FLAGS.value) > other.pop(Category.FLAGS.value)
     assert held == other
@@ -202,7 +183,7 @@ def test_memory_norms_and_exports_are_those_of_one_replica(context: RankContext)
     found = {"ours": model.clip_grad_norm_(1e9), "torch's": torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)}
     assert_same(found, dict.fromkeys(found, wanted), "norm")
     optimizer.step()
-    assert export_safetensors(model, path) == ["model.safetensors"]
-    weights, exported = full_weights(model), load_file(path / "model.safetensors")
+    assert export_safetensors(model, tmp_path) == ["model.safetensors"]
+    weights, exported = full_weights(model), load_file(tmp_path / "model.safetensors")
     assert_same({name: exported[name] for name in weights}, weights, "weights", EXACT)
     assert bool(full_optimizer_state_dict(model, optimizer)) == (context.rank == 0)

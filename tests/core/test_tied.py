@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import ShardingError, register_forward_method
+from streamshard import ShardingError, StreamShard, register_forward_method
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit_grads import UnitGrads
 from tests.models import TinyConfig, UsingLM, next_token_loss, token_batch
@@ -22,25 +22,21 @@ from tests.reference import Call, Step, assert_trains_like_plain, case, counted,
 from tests.scenarios import BF16
 from tests.simulated import checking_streams, simulated_device
 
-_Use = Callable[[Any, Tensor], Tensor]
-
 
 def _rows(model: Any, tokens: Tensor) -> Tensor:
     rows: Tensor = model.embedding(tokens)
     return rows
 
 
-# Uses may look at `is_late`, see `_from_step_2`.
+# Uses may look at `is_late`, see `_prepare`.
 _tied = functools.partial(UsingLM, TinyConfig(tied=True))
 
 
 def _twice(model: Any, tokens: Tensor) -> Tensor:
-    """Rows of two tokens each."""
     return _rows(model, tokens) + 0.5 * _rows(model, tokens.flip(1))
 
 
 def _recomputed(model: Any, tokens: Tensor) -> Tensor:
-    """Looks up again in backward."""
     out: Tensor = checkpoint(_rows, model, tokens, use_reentrant=False)
     return out
 
@@ -92,27 +88,53 @@ def _kept_graph(model: nn.Module, call: Call) -> Tensor:
     return call.backward(0.5 * loss)
 
 
+def _prepare(model: Any, number: int) -> None:
+    """From the third step on what is late happens; in the third one the weight of some models is frozen."""
+    model.is_late = number >= 2
+    if number == 0 and isinstance(model, StreamShard) and "on_instance" in vars(model.head):
+        for _ in range(2):  # as decorators may do it
+            register_forward_method(model.head, "on_instance")
+    model.embedding.weight.requires_grad_(not (number == 2 and getattr(model, "is_frozen_once", False)))
+
+
+def _frozen_once() -> nn.Module:
+    model = _tied()
+    model.is_frozen_once = True  # type: ignore[assignment]
+    return model
+
+
+def _with_a_method() -> nn.Module:
+    model: Any = _tied(head=lambda model, x: model.head.on_instance(x))
+    model.head.on_instance = lambda x: F.linear(x, model.head.weight)
+    return model  # type: ignore[no-any-return]
+
+
 class _Way(NamedTuple):
-    """How to build and train; whether the gradient takes the weight's place from the second step on."""
+    """How to build and train; how often in four steps the gradient takes the weight's place, never in the first."""
 
     build: Callable[[], nn.Module]
-    is_taken: bool
+    times: int
     step: Step = lm_step
+    slots: Any = 2
 
 
 WAYS = {
-    "a head": _Way(_tied, True),
-    "rows looked up twice": _Way(lambda: _tied(embed=_twice), True),
-    "rows looked up by a function": _Way(
-        lambda: _tied(embed=lambda model, t: F.embedding(t, model.embedding.weight)), True
-    ),
-    "a head in chunks": _Way(lambda: _tied(head=_in_chunks), True),
-    "two passes": _Way(_tied, True, _two_passes),
-    "a kept graph": _Way(_tied, True, _kept_graph),
-    "a hook with a view of the weight": _Way(lambda: _tied(embed=_hooked), False),
-    "a recomputed embedding": _Way(lambda: _tied(embed=_recomputed), False),
-    "chunks in reentrant checkpoints": _Way(lambda: _tied(head=_in_reentrant_chunks), False),
-    "a second head": _Way(lambda: _tied(head=_by_two_heads), False),
+    "a head": _Way(_tied, 3),
+    "rows looked up twice": _Way(lambda: _tied(embed=_twice), 3),
+    "the same with three slots": _Way(lambda: _tied(embed=_twice), 3, slots=3),
+    "the same with all slots": _Way(lambda: _tied(embed=_twice), 0, slots="all"),
+    "rows looked up by a function": _Way(lambda: _tied(embed=lambda m, t: F.embedding(t, m.embedding.weight)), 3),
+    "a head in chunks": _Way(lambda: _tied(head=_in_chunks), 3),
+    "two passes": _Way(_tied, 3, _two_passes),
+    "a kept graph": _Way(_tied, 4, _kept_graph),
+    "a hook with a view of the weight": _Way(lambda: _tied(embed=_hooked), 0),
+    "a recomputed embedding": _Way(lambda: _tied(embed=_recomputed), 0),
+    "chunks in reentrant checkpoints": _Way(lambda: _tied(head=_in_reentrant_chunks), 0),
+    "a second head": _Way(lambda: _tied(head=_by_two_heads), 0),
+    "a penalty from the third step on": _Way(lambda: _tied(embed=_penalised_late), 1),
+    "chunks from the third step on": _Way(lambda: _tied(head=_in_chunks_late), 1),
+    "a method of the head's instance": _Way(_with_a_method, 3),
+    "frozen in the third step": _Way(_frozen_once, 2),
 }
 
 
@@ -121,55 +143,11 @@ _counting = functools.partial(counted, Reductions, "write_early")  # gradients t
 
 @on_ranks(2)
 def test_tied_models_train_like_plain(context: RankContext) -> None:
-    for name, (build, is_taken, step) in WAYS.items():
+    for name, (build, times, step, slots) in WAYS.items():
         with case(name), _counting() as counts:
-            assert_trains_like_plain(context, build, step, checked=(0, 2), steps=4)
-            assert (len(counts) >= 3) is is_taken and (len(counts) == 0) is not is_taken
-
-
-@on_ranks(2)
-def test_tied_models_train_like_plain_with_other_slots(context: RankContext) -> None:
-    for slots, is_taken in (("all", False), (3, True)):
-        with _counting() as counts:
-            assert_trains_like_plain(context, lambda: _tied(embed=_twice), lm_step, weight_slots=slots)
-        assert (len(counts) > 0) is is_taken
-
-
-def _registered(context: RankContext, predict: _Use, name: str, times: int) -> Tensor:
-    """The gradient of a model whose head has a registered method, in the third step."""
-    model = sharded_model(lambda: _tied(head=predict), precision=BF16)
-    model.head.on_instance = lambda x: F.linear(x, model.head.weight)
-    for _ in range(times):
-        register_forward_method(model.head, name)
-    for step in range(3):
-        model.zero_grad()
-        lm_step(model, Call(step, context.rank, 2, 1.0))
-    return model.head.weight.grad.as_subclass(Tensor)
-
-
-@on_ranks(2)
-def test_methods_of_a_tied_head_may_be_any_function_and_registered_twice(context: RankContext) -> None:
-    """As decorators make them, which put a function on the instance. The gradient takes the weight's place."""
-    with _counting() as counts:
-        wanted = _registered(context, lambda model, x: model.head(x), "forward", 1)
-        for predict, name, times in (
-            (lambda model, x: model.head.forward(x), "forward", 2),
-            (lambda model, x: model.head.on_instance(x), "on_instance", 1),
-        ):
-            assert torch.equal(_registered(context, predict, name, times), wanted)
-    assert len(counts) == 6
-
-
-def _from_step_2(model: Any, number: int) -> None:
-    model.is_late = number >= 2
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("uses", [{"embed": _penalised_late}, {"head": _in_chunks_late}])
-def test_graphs_that_begin_to_need_the_weight_keep_it(context: RankContext, uses: dict[str, _Use]) -> None:
-    with _counting() as counts:
-        assert_trains_like_plain(context, lambda: _tied(**uses), lm_step, prepare=_from_step_2, steps=4)
-    assert len(counts) == 1
+            options: Any = {"steps": 4, "checked": (0, 2), "prepare": _prepare, "weight_slots": slots}
+            assert_trains_like_plain(context, build, step, **options)
+            assert len(counts) == times
 
 
 @on_ranks(2)
@@ -180,8 +158,8 @@ def test_code_that_begins_to_recompute_with_the_weight_raises(context: RankConte
         return (_recomputed if model.is_late else _rows)(model, tokens)
 
     with pytest.raises(ShardingError, match=r"resident=\['head'\]"):
-        assert_trains_like_plain(context, lambda: _tied(embed=embed), lm_step, prepare=_from_step_2)
-    assert_trains_like_plain(context, lambda: _tied(embed=embed), lm_step, prepare=_from_step_2, resident=["head"])
+        assert_trains_like_plain(context, lambda: _tied(embed=embed), lm_step, prepare=_prepare)
+    assert_trains_like_plain(context, lambda: _tied(embed=embed), lm_step, prepare=_prepare, resident=["head"])
 
 
 @on_ranks(2)
@@ -201,15 +179,19 @@ def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankCont
     assert pending and all(before > 0 and after == 0 for before, after in pending)
 
 
-def _freeze_at_2(model: Any, number: int) -> None:
-    model.embedding.weight.requires_grad_(number != 2)
-
-
 @on_ranks(2)
-def test_a_frozen_weight_has_no_gradient_in_its_place(context: RankContext) -> None:
-    with _counting() as counts:
-        assert_trains_like_plain(context, _tied, lm_step, prepare=_freeze_at_2, steps=4)
-    assert len(counts) == 2
+def test_a_tied_weight_that_is_kept_raises_behind_its_backward(context: RankContext) -> None:
+    """Kept from the head, and from the embedding."""
+    model = sharded_model(_tied, precision=BF16)
+    kept: list[Any] = []
+    for module in (model.embedding, model.head):
+        module.register_forward_hook(lambda module, args, out: kept.append(module.weight))
+    for step in range(3):
+        kept.clear()
+        lm_step(model, context.call(step))
+        for weight in kept:
+            with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
+                weight.detach()
 
 
 @on_ranks(2)

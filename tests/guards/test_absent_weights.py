@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,15 +20,15 @@ from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests.adversary import make_adversarial
 from tests.models import DIM, Layer, Stack, stack_of, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     FP32,
-    Call,
     assert_same,
     assert_trains_like_plain,
     case,
     let_dynamo_look,
     only_sharded,
+    sharded_model,
     stack_step,
 )
 
@@ -135,8 +136,6 @@ def test_shape_and_dtype_of_a_weight_need_no_gather(context: RankContext) -> Non
 
 
 class Calling(Layer):
-    """Calls another layer, with its own weight."""
-
     inner: Sequence[Layer] = ()  # a tuple: no submodule
 
     def forward(self, x: Tensor, given: Tensor | None = None) -> Tensor:
@@ -147,8 +146,7 @@ class Calling(Layer):
 
 
 def _calling() -> Any:
-    model: Any = Stack()
-    model.layers = nn.ModuleList(Calling() for _ in range(4))
+    model = stack_of(Calling)()
     model.layers[0].inner = (model.layers[2],)
     model.order = lambda model=model: [model.layers[0], model.layers[1]]
     return model
@@ -169,10 +167,11 @@ def test_a_layer_that_calls_another_streamed_layer_raises(context: RankContext) 
 class Keeping(Layer):
     """Leaves its weight on a shelf, and gives a layer two or one places later to it."""
 
-    def __init__(self, shelf: list[Any], distance: int) -> None:
+    def __init__(
+        self, shelf: list[Any], distance: int, makes: Callable[[Tensor], Tensor] = lambda weight: weight
+    ) -> None:
         super().__init__()
-        self.shelf, self.distance = shelf, distance
-        self.makes: Callable[[Tensor], Tensor] = lambda weight: weight
+        self.shelf, self.distance, self.makes = shelf, distance, makes
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -187,10 +186,8 @@ class Keeping(Layer):
 @each_slots
 def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContext, slots: Any) -> None:
     """In the layers that follow, in the pass that follows, and outside; with gradients and without."""
-    model: Any = Stack()
     shelf: list[Any] = []
-    model.layers = nn.ModuleList(Keeping(shelf, 1) for _ in range(4))
-    model = StreamShard(model, precision=FP32, weight_slots=slots)
+    model = sharded_model(stack_of(lambda: Keeping(shelf, 1)), weight_slots=slots)
     for has_grad in (True, False):
         for distance in (1, 2):
             for layer in model.layers:
@@ -207,9 +204,36 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
         kept.norm()
 
 
-class Prompt(nn.Module):
-    """Returns a view of its weight, as deep prompts do."""
+@on_ranks()
+@each_slots
+def test_a_weight_that_is_kept_in_place_raises_when_gradients_have_its_slot(context: RankContext, slots: Any) -> None:
+    """Of the root unit and of a resident layer. Until backward it has its values, and again in the next pass."""
+    kept: list[Tensor] = []
 
+    def read(model: Any, x: Tensor) -> None:
+        kept[:] = [model.head.weight, _weight(model)]
+
+    def build() -> Any:
+        return Reading(read, first=False)
+
+    model: Any = StreamShard(build(), precision=FP32, weight_slots=slots, resident=["layers.1"])
+    model(vector_batch(0, context.rank))
+    whole = model.full_state_dict(rank0_only=False)
+    wanted = whole["head.weight"], whole["layers.1.linear.weight"]
+    for number in range(2):
+        loss = model(vector_batch(number, context.rank)).square().mean()
+        assert all(map(torch.equal, map(Tensor.detach, kept), wanted))
+        call = context.call(number)
+        call.backward(loss, retain_graph=True)
+        for weight, value in zip(kept, wanted, strict=True):
+            with pytest.raises(ShardingError, match="was read inside a forward and is used after it"):
+                weight.detach()
+            assert weight.shape == value.shape and isinstance(weight, nn.Parameter)
+        call.backward(loss)
+    assert_trains_like_plain(context, build, stack_step, resident=["layers.1"], weight_slots=slots)
+
+
+class Prompt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(DIM, DIM) / DIM)
@@ -265,12 +289,8 @@ def test_backward_through_a_view_of_another_layers_weight_raises(context: RankCo
     """In a layer of the same slot, and of the other one. The view of a layer's own weight is fine."""
     views: list[Callable[[Tensor], Tensor]] = [Tensor.t, Tensor.detach, lambda weight: weight[:]]
     for makes, distance in zip(views, (1, 2, 2), strict=True):
-        model: Any = Stack()
         shelf: list[Any] = []
-        model.layers = nn.ModuleList(Keeping(shelf, distance) for _ in range(4))
-        for layer in model.layers:
-            layer.makes = makes
-        model = StreamShard(model, precision=FP32)
+        model = sharded_model(stack_of(functools.partial(Keeping, shelf, distance, makes)))
         out = model(vector_batch(0, context.rank)).square().mean()
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
             out.backward()
@@ -298,8 +318,6 @@ class OwnWeight(torch.autograd.Function):
 
 
 class OfItsOwn(Layer):
-    """What keeps the weight is the layer's own graph."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(OwnWeight.apply(x, self.linear.weight) + self.linear.bias) + x  # type: ignore[no-untyped-call]
 
@@ -311,27 +329,18 @@ def test_weights_kept_by_a_layers_own_graph_are_unsharded_in_its_backward(contex
         assert_trains_like_plain(context, stack_of(OfItsOwn), stack_step, resident=resident)
 
 
-class Encoder(Stack):
-    """A method beside forward reads weights directly, and runs layers."""
-
-    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return F.linear(x, self.head.weight * scale, self.head.bias)
-
-
 @on_ranks(2)
 def test_a_registered_method_is_a_forward(context: RankContext) -> None:
     """Of the model and of a layer; losses of both kinds mix."""
 
-    class Halving(Layer):
-        def halve(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.linear.weight) / 2
+    class Encoder(Stack):
+        def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return F.linear(x, self.head.weight * scale, self.head.bias)
 
-    def build() -> nn.Module:
-        model = Encoder()
-        model.layers = nn.ModuleList(Halving() for _ in range(4))
-        return model
+    def halve(layer: Any, x: Tensor) -> Tensor:
+        return F.linear(x, layer.linear.weight) / 2
 
     def step(model: Any, call: Call) -> Tensor:
         if isinstance(model, StreamShard) and "encode" not in vars(model):
@@ -341,4 +350,5 @@ def test_a_registered_method_is_a_forward(context: RankContext) -> None:
         x = vector_batch(call.step, call.rank)
         return call.backward(model.encode(x, scale=2.0).square().mean() + model.layers[1].halve(x).mean())
 
-    assert_trains_like_plain(context, build, step)
+    with mock.patch.object(Layer, "halve", halve, create=True):
+        assert_trains_like_plain(context, Encoder, step)

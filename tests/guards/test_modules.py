@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.core import backward as backward_module
-from streamshard.core import forward, optimizer_hooks, saved_tensors
+from streamshard.core import edge, forward
 from streamshard.errors import ShardingError
 from streamshard.guards import sharded_tensor
 from streamshard.guards.loop import Members
@@ -97,7 +97,7 @@ def _as_tensor(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = N
 
 @contextlib.contextmanager
 def without_guards() -> Iterator[None]:
-    """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces, forgotten steps."""
+    """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces."""
     with contextlib.ExitStack() as stack:
         for name in ("check", "set_present", "begin_use", "end_use", "mark_absent", "mark_gone", "remember"):
             stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
@@ -105,8 +105,7 @@ def without_guards() -> Iterator[None]:
             (Members, ["check"]),
             (forward, ["refuse_transforms"]),
             (backward_module, ["refuse_changed"]),
-            (optimizer_hooks, ["refuse_unreached"]),
-            (saved_tensors, ["refuse_absent"]),
+            (edge, ["refuse_absent"]),
         ):
             for name in names:
                 stack.enter_context(mock.patch.object(owner, name, _nothing))

@@ -6,28 +6,20 @@ import copy
 import io
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_tensor import ShardedTensor
 from tests.models import Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    assert_same,
-    built,
-    case,
-    counted_collectives,
-    full_grads,
-    sharded_model,
-    stack_step,
-)
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import FP32, assert_same, built, case, counted_collectives, full_grads, sharded_model, stack_step
 
 
 def _pair() -> tuple[Any, nn.Module]:
@@ -126,10 +118,7 @@ TOTALS: dict[str, tuple[Callable[[list[Tensor]], Tensor], int]] = {
         lambda grads: torch.norm(torch.stack([(1.0 * g).norm(p=2).to(g.device) for g in grads]), p=2),
         1,
     ),
-    "by keyword": (
-        lambda grads: torch.norm(torch.stack([g.norm() for g in grads]), dtype=torch.float64),
-        1,
-    ),
+    "by keyword": (lambda grads: torch.norm(torch.stack([g.norm() for g in grads]), dtype=torch.float64), 1),
     "stacked by keyword": (lambda grads: torch.stack(tensors=[g.norm() for g in grads]).norm(), 10),
     "by hand": (lambda grads: sum((g.norm() ** 2 for g in grads), torch.zeros(())).sqrt(), 10),
 }
@@ -242,21 +231,10 @@ def test_a_backward_adds_to_a_gradient_that_was_given_other_memory(context: Rank
 # -- what sharding forbids --------------------------------------------------------------------------------------------
 
 
-def _fully_shard(model: nn.Module) -> object:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model)
-
-
-def _fsdp(model: nn.Module) -> object:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-
-
+_fsdp = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
 WRAPPERS: dict[str, Callable[[Any], object]] = {
-    r"chunk\(\) of parameter 'layers.*Leave fully_shard out": _fully_shard,
-    r"chunk\(\) of parameter 'layers\.1": lambda model: _fully_shard(model.layers[1]),
+    r"chunk\(\) of parameter 'layers.*Leave fully_shard out": fully_shard,
+    r"chunk\(\) of parameter 'layers\.1": lambda model: fully_shard(model.layers[1]),
     "FSDP around Stack, which StreamShard has sharded": _fsdp,
     # What DataParallel calls where there are two GPUs.
     "DataParallel around Stack, which StreamShard has sharded": lambda model: model._replicate_for_data_parallel(),
@@ -290,7 +268,7 @@ def test_zero_redundancy_optimizer_of_pieces_raises(context: RankContext) -> Non
 
 
 def _step_in_backward(model: nn.Module) -> None:
-    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.optim import _apply_optimizer_in_backward  # its import warns: allowed on ranks only
 
     _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
 
@@ -308,7 +286,7 @@ def test_what_marks_parameters_for_its_own_gradients_raises(context: RankContext
         (_step_in_backward, "_in_backward_optimizers.*register_post_accumulate_grad_hook"),
         (_sample_gradients, r"parameter '.*weight' has grad_sample: .*opacus"),
     ):
-        model: Any = StreamShard(Stack(), precision=FP32) if is_sharded else Stack()
+        model = sharded_model() if is_sharded else Stack()
         mark(model)
         with case(words), pytest.raises(ShardingError, match=words):
             stack_step(model if is_sharded else StreamShard(model, precision=FP32), Call(0, 0, 1, 1.0))

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import nn
 
-from streamshard import Precision, ShardingError, StreamShard
+from streamshard import ShardingError, StreamShard
 from tests.models import Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Call, assert_same, assert_trains_like_plain, case, full_grads, piece_of
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import EXACT, assert_same, assert_trains_like_plain, case, full_grads, piece_of, sharded_model
 
-FP32 = Precision(param_dtype=torch.float32)
 DIM = 8
 
 
@@ -42,7 +41,7 @@ def build() -> nn.Module:
 
 
 def sharded() -> Any:
-    return StreamShard(build(), precision=FP32)
+    return sharded_model(build)
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------
@@ -268,7 +267,7 @@ class Narrow(nn.Module):
 @on_ranks(4)
 def test_a_row_as_long_as_a_piece_is_not_taken_for_one(context: RankContext) -> None:
     """Optimizers keep plain tensors of the shapes of pieces; a row of the same length would be another thing."""
-    model = StreamShard(nn.Sequential(Narrow(), Narrow()), precision=FP32)
+    model = sharded_model(lambda: nn.Sequential(Narrow(), Narrow()))
     ours, start = model[0].rows, model.local_ranges()["0.rows"].start
     if context.rank in (1, 2):
         assert start % (4 * DIM) and piece_of(ours).shape == (1, 4 * DIM)
@@ -276,6 +275,3 @@ def test_a_row_as_long_as_a_piece_is_not_taken_for_one(context: RankContext) -> 
             ours * torch.arange(4.0 * DIM)[None]
     else:
         assert torch.equal(piece_of(ours + piece_of(ours).clone()), 2.0 * piece_of(ours))
-
-
-# -- during steps -----------------------------------------------------------------------------------------------------

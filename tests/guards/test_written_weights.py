@@ -11,17 +11,9 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
-from tests.models import DIM, Layer, Stack, vector_batch
+from tests.models import DIM, Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    assert_same,
-    assert_trains_like_plain,
-    case,
-    full_weights,
-    let_dynamo_look,
-    stack_step,
-)
+from tests.reference import FP32, assert_same, assert_trains_like_plain, case, full_weights, let_dynamo_look, stack_step
 
 # Each changes what an earlier one, of a rank whose shard this rank has gathered, has written.
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -50,21 +42,7 @@ class WritingLayer(Layer):
         return super().forward(x)
 
 
-class WritingStack(Stack):
-    """Layers of these, and a root that may change the head's bias."""
-
-    change_bias: Callable[[Any], object] | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(WritingLayer() for _ in range(4))
-
-    def order(self) -> Any:
-        """All layers; then the root writes."""
-        yield from self.layers
-        if self.change_bias is not None:
-            with torch.no_grad():
-                self.change_bias(self.head.bias)
+WritingStack = stack_of(WritingLayer)
 
 
 @on_ranks(1, 2)
@@ -106,7 +84,8 @@ def test_a_clamp_that_changes_nothing_trains(context: RankContext) -> None:
 
 
 def _root_writes(model: Any) -> None:
-    model.change_bias = CHANGES["through .data"]
+    order = model.order
+    model.order = lambda: [*order(), lambda x: (model.head.bias.data.mul_(0.5), x)[1]]  # behind all layers
 
 
 def _layer_writes_and_calls_another(model: Any) -> None:

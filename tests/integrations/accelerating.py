@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import ranks
+from tests.models import Stack
 from tests.ranks import RankContext
 from tests.reference import assert_same
 
@@ -74,36 +75,10 @@ def stock(**kwargs: Any) -> Accelerator:
     return Accelerator(**kwargs)
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(torch.relu(self.up(self.norm(x)))))
-
-
-class Net(nn.Module):
-    def __init__(self, dropout: float, width: int = 12, depth: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, width)
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
-        self.last = nn.Linear(width, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-
-def make_model(seed: int = 5, dropout: float = 0.0) -> Net:
+def make_model(seed: int = 5) -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(seed)
-    return Net(dropout)
+    return Stack((5, 12, 12, 12, 12))
 
 
 def loader(batch_size: int = 4, samples: int = SAMPLES, shuffle: bool = True) -> DataLoader[Any]:
@@ -120,8 +95,6 @@ class Trained:
         steps: how many batches to train on, over as many epochs as it takes.
         clip: what to do to gradients.
         data: batches.
-        dropout: of the model.
-        optimizer: makes it for a model; None: AdamW.
         **settings: of the Accelerator.
     """
 
@@ -132,13 +105,11 @@ class Trained:
         steps: int = 0,
         clip: str = "norm",
         data: Any = None,
-        dropout: float = 0.0,
-        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         **settings: Any,
     ) -> None:
         self.accelerator = make(**settings)
-        model = make_model(dropout=dropout)
-        made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
+        model = make_model()
+        made = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(made, 3, 0.9)
         prepared = self.accelerator.prepare(model, made, data or loader(), scheduler)
         self.model, self.optimizer, self.data, self.scheduler = prepared

@@ -23,32 +23,19 @@ from streamshard import Precision, StreamShard
 from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.integrations.accelerate import StreamShardAccelerator
-from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import Trained, launched, load_example, loader, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
 from tests.reference import assert_same
 from tests.simulated import simulated_device
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
-def _whole_adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=256)
-
 
 @on_ranks(2)
-@pytest.mark.parametrize("optim", ["AdamW", "Adafactor"])
-def test_a_prepared_model_trains_as_under_ddp(context: RankContext, optim: str) -> None:
-    """Clipped by value, or in micro-batches by norm, with an optimizer that steps whole parameters."""
-    settings: dict[str, Any] = {"steps": 5, "clip": "value"}
-    own: dict[str, Any] = {}
-    if optim == "Adafactor":
-        settings, own = {"steps": 5, "gradient_accumulation_steps": 2}, {"optimizer": _whole_adafactor}
-        settings["optimizer"] = lambda model: torch.optim.Adafactor(model.parameters(), lr=0.05)
+def test_a_prepared_model_trains_as_under_ddp(context: RankContext) -> None:
+    """Clipped by value; by norm, and in micro-batches, in other tests."""
     with launched(context):
-        theirs = Trained(stock, **settings)
+        theirs = Trained(stock, steps=5, clip="value")
     with launched(context):
-        ours = Trained(StreamShardAccelerator, **{**settings, **own})
+        ours = Trained(StreamShardAccelerator, steps=5, clip="value")
         assert isinstance(ours.model, StreamShard)
         assert ours.accelerator.unwrap_model(ours.model) is ours.model
     same(ours, theirs)
@@ -190,26 +177,17 @@ def test_an_accelerator_and_its_loader_are_freed_with_their_last_reference(conte
 
 
 @on_ranks(2)
-def test_pieces_are_not_reduced(context: RankContext) -> None:
-    """What accelerate's LocalSGD does with weights."""
-    with launched(context):
-        run = Trained(StreamShardAccelerator, steps=1)
-        with pytest.raises(ShardingError, match=r"all_reduce\(\) of parameter"):
-            run.accelerator.reduce([param.data for param in run.model.parameters()])
-        assert int(run.accelerator.reduce(torch.ones((), device=context.device))) == 2
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
 def test_options_are_those_of_streamshard(context: RankContext) -> None:
-    options: dict[str, Any] = {"weight_slots": "all", "units": ["Block", "last"], "resident": "blocks.1"}
+    """Without mixed precision parameters compute in their own dtypes."""
+    options: dict[str, Any] = {"weight_slots": "all", "units": ["Layer", "head"], "resident": "layers.1"}
     with launched(context):
         engine = engine_of(StreamShardAccelerator(**options).prepare(make_model()))
         assert engine.plan.keeps_weights
-        assert [unit.name for unit in engine.units[1:]] == ["blocks.0", "blocks.1", "blocks.2", "last"]
-        assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, False]
+        assert [unit.name for unit in engine.units[1:]] == [*(f"layers.{number}" for number in range(4)), "head"]
+        assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, True, False]
+        for dtype in (torch.bfloat16, torch.float32):
+            engine = engine_of(StreamShardAccelerator().prepare(make_model().to(dtype)))
+            assert {param.unsharded.dtype for unit in engine.units for param in unit.params} == {dtype}
 
 
 @on_ranks(1)
@@ -227,17 +205,6 @@ def test_options_that_contradict_each_other_are_refused(context: RankContext, mo
 
 
 @on_ranks(2)
-def test_parameters_compute_in_their_own_dtypes_without_mixed_precision(context: RankContext) -> None:
-    with launched(context):
-        accelerator = StreamShardAccelerator()
-        for dtype in (torch.bfloat16, torch.float32):
-            engine = engine_of(accelerator.prepare(make_model().to(dtype)))
-            assert {view.dtype for unit in engine.units for view in (param.unsharded for param in unit.params)} == {
-                dtype
-            }
-
-
-@on_ranks(2)
 def test_replicas_and_state_in_host_memory_train_as_ddp(context: RankContext) -> None:
     """accelerate clips, and its scheduler changes options of a step that is late."""
     with launched(context):
@@ -251,9 +218,6 @@ def test_replicas_and_state_in_host_memory_train_as_ddp(context: RankContext) ->
         ours = Trained(StreamShardAccelerator, steps=4, offload="state")
         assert engine_of(ours.model).host is not None
         same(ours, theirs)
-
-
-# -- how processes are started -----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -284,9 +248,6 @@ def test_a_script_without_a_launcher_trains_on_one_process(context: RankContext)
         assert (accelerator.num_processes, accelerator.distributed_type.value) == (1, "NO")
 
 
-# -- accelerate's examples --------------------------------------------------------------------------------------------
-
-
 def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments: Any) -> list[float]:
     """What the example's ``main`` returns, with `make` in the place of the class that the changed line imports."""
     example = load_example(f"accelerate/{name}.py")
@@ -306,16 +267,8 @@ def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments:
 @on_ranks(2)
 @pytest.mark.parametrize(
     "name",
-    [
-        "automatic_gradient_accumulation",
-        "cross_validation",
-        "early_stopping",
-        "gradient_accumulation",
-        "gradient_accumulation_for_autoregressive_models",
-        "memory",
-        "multi_process_metrics",
-        "schedule_free",
-    ],
+    ["automatic_gradient_accumulation", "cross_validation", "early_stopping", "gradient_accumulation", "memory"]
+    + ["gradient_accumulation_for_autoregressive_models", "multi_process_metrics", "schedule_free"],
 )
 def test_an_accelerate_example_gives_the_results_of_ddp(context: RankContext, name: str) -> None:
     theirs, ours = (_run(context, name, make) for make in (stock, StreamShardAccelerator))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from benchmarks._live import LiveBytes, shared_bytes
 from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors, plan
@@ -24,6 +23,7 @@ from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains
 
 bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
 peft: Any = pytest.importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")
+from tests.integrations.test_peft import CONFIGS, lora, method, step  # noqa: E402
 
 _OWN = Precision(param_dtype=None)
 
@@ -55,32 +55,16 @@ def _base(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any
 def _adapted(base: Any, config: Any = None, **options: Any) -> Any:
     """The base, prepared and with adapters; `options` are of ``prepare_model_for_kbit_training``."""
     prepared = peft.prepare_model_for_kbit_training(base, **{"use_gradient_checkpointing": False, **options})
-    lora = {"r": 3, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(prepared, config or peft.LoraConfig(**lora))
+    return peft.get_peft_model(prepared, config or lora(target_modules="all-linear"))
 
 
-def _step(model: nn.Module, call: Call) -> Tensor:
-    tokens = token_batch(call.step, call.rank)
-    return call.backward(model(input_ids=tokens, labels=tokens).loss)
-
-
-def _lora(**options: Any) -> Any:
-    return peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
-
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "dora": lambda: _lora(use_dora=True),
-    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "tokens": lambda: _lora(trainable_token_indices=[1, 5]),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-    "modules to save": lambda: _lora(modules_to_save=["lm_head"]),
-    "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-    ),
-    "oft": lambda: peft.OFTConfig(
-        oft_block_size=8, use_cayley_neumann=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
-    ),
-    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+# What PEFT computes of quantized weights, or with them, and what stands beside them.
+METHODS: dict[str, Callable[[], Any]] = {
+    **{name: CONFIGS[name] for name in ("dora", "vera", "prompt", "modules to save")},
+    "tokens": lambda: lora(trainable_token_indices=[1, 5]),
+    "ia3": method("IA3Config", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "oft": method("OFTConfig", target_modules=["q_proj"], oft_block_size=8, use_cayley_neumann=False),
+    "prefix": method("PrefixTuningConfig", num_virtual_tokens=3),
 }
 
 
@@ -96,7 +80,7 @@ def _mirrored(context: RankContext, build: Callable[[Path], Any], directory: Pat
         seed(3 + other)
         return build(bases[other])
 
-    model = assert_trains_like_plain(context, make, _step, optimizer=adamw, steps=2, checked=[1], **settings)
+    model = assert_trains_like_plain(context, make, step, optimizer=adamw, steps=2, checked=[1], **settings)
     assert made == [0, context.rank]
     model.eval()
     with torch.no_grad():
@@ -114,15 +98,15 @@ def _mirrored(context: RankContext, build: Callable[[Path], Any], directory: Pat
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_adapters_on_a_loaded_base_train_as_in_one_process(context: RankContext, mode: str, tmp_path: Path) -> None:
     """On each rank another base and other adapters. ``from_pretrained`` returns a model in eval mode."""
-    kwargs = {"use_reentrant": True}
-    options = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs} if mode == "train" else {}
+    checkpointing = {"use_gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    options = checkpointing if mode == "train" else {}
     _mirrored(context, lambda path: _adapted(_base(path), **options).train(mode == "train"), tmp_path)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("method", CONFIGS)
+@pytest.mark.parametrize("method", METHODS)
 def test_methods_of_peft_train_as_in_one_process(context: RankContext, method: str, tmp_path: Path) -> None:
-    _mirrored(context, lambda path: _adapted(_base(path), CONFIGS[method]()).train(), tmp_path)
+    _mirrored(context, lambda path: _adapted(_base(path), METHODS[method]()).train(), tmp_path)
 
 
 @on_ranks(2)
@@ -131,15 +115,13 @@ def test_each_parameter_computes_in_its_own_dtype(context: RankContext, tmp_path
 
     def build(path: Path) -> Any:
         base = _base(path, torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16)
-        return peft.get_peft_model(base.requires_grad_(False), _lora()).train()
+        return peft.get_peft_model(base.requires_grad_(False), lora()).train()
 
     _mirrored(context, build, tmp_path, precision=_OWN, dtype=torch.bfloat16)
 
 
 @on_ranks(2)
-def test_sharded_packed_weights_are_recognised_and_refuse_what_needs_all_bytes(
-    context: RankContext, tmp_path: Path
-) -> None:
+def test_packed_weights_refuse_what_needs_all_bytes(context: RankContext, tmp_path: Path) -> None:
     (path,) = _saved(context, tmp_path)
     plain, model = (_adapted(_base(path)) for _ in range(2))
     model.base_model.model.hf_device_map = {"": "disk"}  # accelerate raises for a base on another device
@@ -174,7 +156,7 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
     model = StreamShard(model, precision=_OWN)
     optimizer = adamw(model)
     for number in range(2):  # from the second on, embedding and head take turns with the layers
-        _step(model, Call(number, context.rank, 2, 1.0))
+        step(model, Call(number, context.rank, 2, 1.0))
         optimizer.step()
         optimizer.zero_grad()
     report = model.memory_report()
@@ -189,16 +171,13 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
     assert held == pytest.approx(planned.total_bytes + others, abs=5 * 4096)
 
 
-# -- saving -----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Path) -> None:
     (path,) = _saved(context, tmp_path)
     seed(3)
     model = StreamShard(_adapted(_base(path)), precision=FP32)
     optimizer = adamw(model)
-    _step(model, Call(0, context.rank, 2, 1.0))
+    step(model, Call(0, context.rank, 2, 1.0))
     optimizer.step()
     model.eval()
     with pytest.raises(ShardingError, match="merge_and_unload.. of a sharded model"):
@@ -220,9 +199,6 @@ def test_saved_adapters_load_on_a_loaded_base(context: RankContext, tmp_path: Pa
     assert_same(found, wanted, "adapters", EXACT)
 
 
-# -- torchao ----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "IntxWeightOnlyConfig"])
 def test_adapters_on_a_base_of_torchao_train_as_in_one_process(context: RankContext, kind: str, tmp_path: Path) -> None:
@@ -237,16 +213,13 @@ def test_adapters_on_a_base_of_torchao_train_as_in_one_process(context: RankCont
         options: Any = {"quantization_config": TorchAoConfig(getattr(torchao, kind)()), "dtype": torch.float32}
         return _adapted(AutoModelForCausalLM.from_pretrained(path, **options)).train()
 
-    model = assert_trains_like_plain(context, build, _step, optimizer=adamw, steps=2, checked=[1])
+    model = assert_trains_like_plain(context, build, step, optimizer=adamw, steps=2, checked=[1])
     found, wanted = (
         {name: part for name, part in full_weights(each).items() if "base_layer.weight." in name}
         for each in (model, build())
     )
     assert sum(name.endswith("qdata") for name in wanted) == 21
     assert_same(found, wanted, "packed weights", EXACT)
-
-
-# -- trainers ---------------------------------------------------------------------------------------------------------
 
 
 def _own_adapters(trainer: Any) -> None:
@@ -256,57 +229,40 @@ def _own_adapters(trainer: Any) -> None:
             param.data = param.data.float()
 
 
-def _trainer(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """A trainer's class, arguments of its constructor, and training arguments."""
-    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    options |= {"eval_strategy": "steps", "eval_steps": 2}
+def _trainer(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A trainer's class, data, and what `train` is given."""
     if name == "Trainer":
         from transformers import Trainer
 
-        data = make_rows("llama")
-        return Trainer, {"train_dataset": data, "eval_dataset": data[:4]}, options
+        return Trainer, make_rows("llama"), {}
     trl = pytest.importorskip("trl", reason="needs trl: pip install streamshard[hf]")
     datasets: Any = pytest.importorskip("datasets")
     columns = ("text",) if name == "SFTTrainer" else ("prompt", "chosen", "rejected")
     data = datasets.Dataset.from_dict({each: make_texts(16, (8, 9), i) for i, each in enumerate(columns)})
-    options["arguments_class"] = getattr(trl, name.replace("Trainer", "Config"))
-    lora = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    given = {"processing_class": make_tokenizer(), "peft_config": lora}
-    return getattr(trl, name), {"train_dataset": data, "eval_dataset": data.select(range(4)), **given}, options
+    given = {"processing_class": make_tokenizer(), "peft_config": lora(target_modules="all-linear")}
+    config = getattr(trl, name.replace("Trainer", "Config"))
+    return getattr(trl, name), data, {"arguments_class": config, "given": given}
 
 
 def _run(
-    context: RankContext,
-    name: str,
-    out: Path,
-    resume: Path | None,
-    dtype: torch.dtype = torch.float32,
-    *,
-    is_plain: bool | None = None,
+    context: RankContext, name: str, out: Path, dtype: torch.dtype, is_plain: bool, resume: Path | None = None
 ) -> Run:
-    """Plain in one process, sharded in several, unless `is_plain` says so; the same global batch."""
-    theirs, given, options = _trainer(name)
-    is_plain = context.world_size == 1 if is_plain is None else is_plain
+    """Train, plain or sharded, with the same global batch on any number of ranks."""
+    theirs, data, options = _trainer(name)
     (path,) = _saved(context, out / "base", dtype)
+    per_device = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 4 // context.world_size)
+    often = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    own: dict[str, Any] = {"eval_dataset": data[:4] if isinstance(data, list) else data.select(range(4))}
     if not is_plain:
-        given["streamshard"] = {"precision": _OWN}
+        own["streamshard"] = {"precision": _OWN}
+    options |= {"given": {**options.get("given", {}), **own}, "bf16": dtype is torch.bfloat16, **per_device, **often}
     with launched(context):
         seed(3)
         base = _base(path, dtype)
         model = _adapted(base) if name == "Trainer" else peft.prepare_model_for_kbit_training(base, False)
-        return train(
-            theirs if is_plain else and_sharded(theirs)[1],
-            model,
-            out / f"on {context.world_size}",
-            given.pop("train_dataset"),
-            given=given,
-            before=_own_adapters,
-            resume=resume,
-            bf16=dtype is torch.bfloat16,
-            per_device_train_batch_size=4 // context.world_size,
-            per_device_eval_batch_size=4 // context.world_size,
-            **options,
-        )._replace(trainer=None)
+        each = theirs if is_plain else and_sharded(theirs)[1]
+        where = out / f"on {context.world_size}"
+        return train(each, model, where, data, before=_own_adapters, resume=resume, **options)._replace(trainer=None)
 
 
 @pytest.mark.ranks
@@ -314,10 +270,10 @@ def _run(
 def test_trainers_log_what_one_process_logs(ranks: RankPool, name: str, tmp_path: Path) -> None:
     """From the start, and from the other's checkpoint."""
     one, two = (ranks(count, backend="of accelerator") for count in (1, 2))
-    theirs, ours = (each.run(_run, name, tmp_path, None)[0] for each in (one, two))
+    theirs, ours = (each.run(_run, name, tmp_path, torch.float32, each is one)[0] for each in (one, two))
     rounding = 1e-5  # of 4-bit kernels: 3e-6 of a step's 1e-2 on some CPUs
     assert_equal(ours, theirs, atol=rounding)
-    resumed = two.run(_run, name, tmp_path, tmp_path / "on 1" / "checkpoint-2")[0]
+    resumed = two.run(_run, name, tmp_path, torch.float32, False, tmp_path / "on 1" / "checkpoint-2")[0]
     for entry in (*resumed.history, *theirs.history):
         for key in ("num_tokens", "eval_num_tokens"):  # TRL counts again from zero
             entry.pop(key, None)
@@ -328,7 +284,6 @@ def test_trainers_log_what_one_process_logs(ranks: RankPool, name: str, tmp_path
 def test_autocast_equals_ddp_if_parameters_keep_their_dtypes(context: RankContext, tmp_path: Path) -> None:
     """``bf16=True`` with a base in bf16, and norms, head and adapters in fp32. DDP has the whole base on each rank."""
     theirs, ours = (
-        _run(context, "Trainer", tmp_path / str(is_plain), None, torch.bfloat16, is_plain=is_plain)
-        for is_plain in (True, False)
+        _run(context, "Trainer", tmp_path / str(is_plain), torch.bfloat16, is_plain) for is_plain in (True, False)
     )
     assert_equal(ours, theirs)

@@ -15,6 +15,7 @@ from streamshard import CheckpointError, ShardingError, StreamShard, export_safe
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import launched
 from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, ROUNDING, assert_same, full_weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -28,15 +29,9 @@ def _unet() -> Any:
     return diffusers.UNet2DModel(8, 3, 3, block_out_channels=(16, 16), norm_num_groups=8, layers_per_block=1, **blocks)
 
 
-def _assert_loads(directory: Path, wanted: nn.Module) -> None:
-    loaded = diffusers.UNet2DModel.from_pretrained(directory).state_dict()
-    assert list(loaded) == list(wanted.state_dict())
-    assert all(torch.equal(loaded[name], each) for name, each in wanted.state_dict().items())
-
-
 @on_ranks(2)
 def test_an_export_has_the_files_of_save_pretrained(context: RankContext, tmp_path: Path) -> None:
-    """The same names, tensors and config; `load_safetensors` reads them back."""
+    """The same names, tensors and config; `load_safetensors` reads them back. Errors say what else to do."""
     max_shard_size = "40KB"
     plain = _unet()
     if context.rank == 0:
@@ -50,17 +45,11 @@ def test_an_export_has_the_files_of_save_pretrained(context: RankContext, tmp_pa
         for directory in (tmp_path / "own", tmp_path / "export"):
             assert sorted(path.name for path in directory.iterdir()) == names
             assert (directory / "config.json").read_text() == (tmp_path / "plain" / "config.json").read_text()
-            _assert_loads(directory, plain)
+            loaded = diffusers.UNet2DModel.from_pretrained(directory)
+            assert_same(loaded.state_dict(), plain.state_dict(), "read", EXACT)
     other: Any = StreamShard(_unet().apply(lambda module: [nn.init.zeros_(p) for p in module.parameters()] and None))
     load_safetensors(other, tmp_path / "own")
-    full = other.full_state_dict(rank0_only=False)
-    assert all(torch.equal(full[name], each) for name, each in plain.state_dict().items())
-
-
-@on_ranks(2)
-def test_arguments_that_only_diffusers_knows_raise(context: RankContext, tmp_path: Path) -> None:
-    """The error says what to do instead."""
-    model: Any = StreamShard(_unet())
+    assert_same(full_weights(other), plain.state_dict(), "loaded", EXACT)
     with pytest.raises(CheckpointError, match="variant='fp16'.*Save without it, load the directory with"):
         model.save_pretrained(tmp_path / "model", variant="fp16")
     with pytest.raises(CheckpointError, match="push_to_hub"):
@@ -99,9 +88,7 @@ def test_an_ema_model_made_after_prepare_works_as_in_one_process(context: RankCo
         accelerator.load_state(tmp_path / "run")
         average.store(model.parameters())
         average.copy_to(model.parameters())
-        found = model.full_state_dict(rank0_only=False)
-        for name, tensor in whole.state_dict().items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+        assert_same(full_weights(model), whole.state_dict(), "averages", ROUNDING)
         average.restore(model.parameters())
 
 
@@ -123,5 +110,5 @@ def test_adapters_are_saved_from_full_weights_that_all_ranks_have_gathered(conte
             with pytest.raises(ShardingError, match="Call on all ranks instead.*full_state_dict"):
                 torch.save(peft.get_peft_model_state_dict(model), io.BytesIO())
             found = peft.get_peft_model_state_dict(model, state_dict=weights)
-            assert wanted and list(found) == list(wanted)
-            assert all(torch.equal(found[name], each) for name, each in wanted.items())
+            assert wanted
+            assert_same(found, wanted, "adapters", EXACT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tests.integrations import accelerating
+from tests.models import VOCABULARY, TinyLM, next_token_loss
 from tests.ranks import RankContext, on_ranks
 
 pytest.importorskip("lightning")
@@ -26,37 +27,23 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 from streamshard import ConfigError, StreamShard  # noqa: E402
 from streamshard.integrations.lightning import StreamShardFabricStrategy, StreamShardStrategy  # noqa: E402
-from tests.reference import full_weights  # noqa: E402
+from tests.reference import adamw, full_weights  # noqa: E402
 
-WORDS, STEPS = 32, 6
-
-
-class _LM(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = x + layer(x)
-        logits: Tensor = self.head(x)
-        return logits
+STEPS = 6
 
 
-def _made() -> _LM:
+def _made() -> TinyLM:
     torch.manual_seed(0)
-    return _LM()
+    return TinyLM()
 
 
 def _rows() -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return list(torch.randint(0, WORDS, (4 * STEPS, 8), generator=generator))
+    return list(torch.randint(0, VOCABULARY, (4 * STEPS, 8), generator=generator))
 
 
 def _loss(model: Any, tokens: Tensor) -> Tensor:
-    return cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    return next_token_loss(model(tokens), tokens)
 
 
 @contextlib.contextmanager
@@ -69,13 +56,7 @@ def _launched(context: RankContext) -> Iterator[None]:
         yield
 
 
-def _assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
-
-
-# -- Fabric -----------------------------------------------------------------------------------------------------------
+_assert_equal = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 
 
 def _fabric(strategy: Any, **given: Any) -> Any:
@@ -87,7 +68,7 @@ def _fabric(strategy: Any, **given: Any) -> Any:
 def _run(fabric: Any, path: Path | None = None, resume: Path | None = None) -> tuple[dict[str, Tensor], list[float]]:
     """Train with accumulation and clipping, save after half of the steps, or continue from there."""
     whole = _made()
-    model, optimizer = fabric.setup(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2))
+    model, optimizer = fabric.setup(whole, adamw(whole))
     loader = fabric.setup_dataloaders(DataLoader(_rows(), batch_size=1))  # type: ignore[arg-type]  # rows
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if resume is not None:
@@ -135,15 +116,12 @@ def test_fabrics_precision_decides_the_dtype_of_layers(context: RankContext) -> 
             fabric = _fabric(StreamShardFabricStrategy(streamshard=options), precision=precision)
             model: Any = fabric.setup(_made())
             seen: list[torch.dtype] = []
-            model.module.layers[0][0].register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
+            model.module.blocks[0].up.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
             model(torch.zeros(1, 8, dtype=torch.int64))
             assert seen == [dtype]
             assert isinstance(model.module, StreamShard)
         with pytest.raises(ConfigError, match="precision='64-true': wanted one of 32-true"):
             _fabric(StreamShardFabricStrategy(), precision="64-true").setup(_made())
-
-
-# -- Trainer ----------------------------------------------------------------------------------------------------------
 
 
 class _Module(lightning.LightningModule):
@@ -165,7 +143,7 @@ class _Module(lightning.LightningModule):
         self.norms.append(sum(squares) ** 0.5)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = adamw(self)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LinearLR(optimizer)}
 
 

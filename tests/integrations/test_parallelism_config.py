@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from tests.integrations.accelerating import launched
+from tests.integrations.trainers import arguments_of, launched, train
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import assert_same_state, difference, full_weights
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("transformers.distributed.tensor_parallel")
 from accelerate import ParallelismConfig  # noqa: E402
-from transformers import DistributedConfig, TrainingArguments  # noqa: E402
+from transformers import DistributedConfig  # noqa: E402
 from transformers.distributed.expert_parallel import apply_expert_parallelism  # noqa: E402
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: E402
 
@@ -57,19 +57,20 @@ def _made(kind: str = "llama") -> Any:
 
 
 def _parallel(kind: str, mesh: DeviceMesh) -> Any:
-    """A model with transformers' own plan, and the weights of `_made`."""
-    model, weights = _made(kind), _made(kind).state_dict()
+    """A model with transformers' own plan."""
+    model = _made(kind)
     apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
-    _copy_into_parts(model, weights)
-    return model
+    return _copy_into_parts(model, kind)
 
 
-def _copy_into_parts(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give DTensors their values: transformers makes them without any."""
+def _copy_into_parts(model: Any, kind: str) -> Any:
+    """Give DTensors the values of `_made`: transformers makes them without any. Returns the model."""
+    weights = _made(kind).state_dict()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if isinstance(param, DTensor):
                 param.to_local().copy_(distribute_tensor(weights[name], param.device_mesh, param.placements).to_local())
+    return model
 
 
 def _rows() -> list[Tensor]:
@@ -115,10 +116,9 @@ def test_transformers_plans_of_experts_train_what_one_process_trains(context: Ra
     """All ranks shard the model, and exchange tokens: two have the same experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("beside mixtral", "ep mixtral"))["ep mixtral"]
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all of mixtral", "one of mixtral"))["one of mixtral"]
-    model, weights = _made("mixtral"), _made("mixtral").state_dict()
+    model = _made("mixtral")
     apply_expert_parallelism(model, mesh, alone, model._expand_parallel_plan(model.ep_plan), "all_to_all")
-    _copy_into_parts(model, weights)
-    model = StreamShard(model, mesh=dist.group.WORLD, precision="fp32")
+    model = StreamShard(_copy_into_parts(model, "mixtral"), mesh=dist.group.WORLD, precision="fp32")
     _assert_trains_as_one_process(model, "mixtral", context.rank, 4)
 
 
@@ -126,13 +126,16 @@ def _with_experts() -> tuple[Any, int]:
     """A model with both of transformers' plans, its experts over all ranks, and this rank's number along dp."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp beside experts", "tp beside experts"))
     dp_mesh, tp_mesh = world["dp beside experts"], world["tp beside experts"]
-    model, weights = _made("qwen3 moe"), _made("qwen3 moe").state_dict()
-    tp_plan = {key: style for key, style in model.tp_plan.items() if "experts" not in key}
-    apply_tensor_parallelism(model, tp_mesh, model._expand_parallel_plan(tp_plan))
     experts = init_device_mesh("cpu", (1, 4), mesh_dim_names=("same", "experts"))["experts"]
-    apply_expert_parallelism(model, experts, tp_mesh, model._expand_parallel_plan(model.ep_plan), "all_to_all")
-    _copy_into_parts(model, weights)
-    return StreamShard(model, mesh=dp_mesh, precision="fp32"), dp_mesh.get_local_rank()
+    return _with_both_plans(tp_mesh, experts, tp_mesh, dp_mesh), dp_mesh.get_local_rank()
+
+
+def _with_both_plans(tp: DeviceMesh, experts: DeviceMesh, within: DeviceMesh, dp: DeviceMesh) -> Any:
+    model = _made("qwen3 moe")
+    tp_plan = {key: style for key, style in model.tp_plan.items() if "experts" not in key}
+    apply_tensor_parallelism(model, tp, model._expand_parallel_plan(tp_plan))
+    apply_expert_parallelism(model, experts, within, model._expand_parallel_plan(model.ep_plan), "all_to_all")
+    return StreamShard(_copy_into_parts(model, "qwen3 moe"), mesh=dp, precision="fp32")
 
 
 def _norms_with_penalties(model: Any, whole: Any, place: int) -> list[float]:
@@ -147,7 +150,7 @@ def _norms_with_penalties(model: Any, whole: Any, place: int) -> list[float]:
 
 @on_ranks(4)
 def test_tensor_parallelism_with_experts_trains_what_one_process_trains(context: RankContext, tmp_path: Path) -> None:
-    """transformers' plans for both. A checkpoint loads where all ranks shard the model, and back."""
+    """transformers' plans for both. A checkpoint loads where all ranks shard the model, and back. Penalties too."""
     model, place = _with_experts()
     found = _assert_trains_as_one_process(model, "qwen3 moe", place, 2)
     save_checkpoint(tmp_path / "parallel", model)
@@ -157,6 +160,11 @@ def test_tensor_parallelism_with_experts_trains_what_one_process_trains(context:
     again, _ = _with_experts()
     load_checkpoint(tmp_path / "whole", again)
     assert difference(full_weights(whole), found) == difference(full_weights(again), found) == 0.0
+    again.set_gradient_divide_factor(1.0)  # gradients are summed, not averaged, over two data-parallel ranks
+    plain = _made("qwen3 moe")
+    plain.load_state_dict(found)
+    norms, wanted = _norms_with_penalties(again, plain, place)
+    assert norms == pytest.approx(2 * wanted, rel=1e-5)
 
 
 @on_ranks(4)
@@ -164,27 +172,11 @@ def test_experts_over_data_ranks_are_copies_along_tensor_parallelism(context: Ra
     """Ranks along "tp" exchange the same tokens, each with the data ranks of its own number. Penalties too."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all of copies", "one of copies"))["one of copies"]
-    model, weights = _made("qwen3 moe"), _made("qwen3 moe").state_dict()
-    tp_plan = {key: style for key, style in model.tp_plan.items() if "experts" not in key}
-    apply_tensor_parallelism(model, world["tp"], model._expand_parallel_plan(tp_plan))
-    ep_plan = model._expand_parallel_plan(model.ep_plan)
-    apply_expert_parallelism(model, world["data"], alone, ep_plan, "all_to_all")
-    _copy_into_parts(model, weights)
-    place = world["data"].get_local_rank()
-    model = StreamShard(model, mesh=world["data"], precision="fp32")
+    model, place = _with_both_plans(world["tp"], world["data"], alone, world["data"]), world["data"].get_local_rank()
     whole = _made("qwen3 moe")
     whole.load_state_dict(_assert_trains_as_one_process(model, "qwen3 moe", place, 2))
     found, wanted = _norms_with_penalties(model, whole, place)
     assert found == pytest.approx(wanted, rel=1e-5)
-
-
-@on_ranks(4)
-def test_penalties_on_experts_beside_tensor_parallelism_have_the_gradients_of_one_process(context: RankContext) -> None:
-    """Gradients are summed, not averaged, over two data-parallel ranks."""
-    model, place = _with_experts()
-    model.set_gradient_divide_factor(1.0)
-    found, wanted = _norms_with_penalties(model, _made("qwen3 moe"), place)
-    assert found == pytest.approx(2 * wanted, rel=1e-5)
 
 
 def _mixtral_on(dp: int, tp: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -220,9 +212,7 @@ def test_packed_experts_load_on_meshes_of_other_shapes(context: RankContext, tmp
 
 @on_ranks(4)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4)], ids=str)
-def test_an_accelerator_with_a_parallelism_config_trains_what_one_process_trains(
-    context: RankContext, sizes: tuple[int, int]
-) -> None:
+def test_an_accelerator_trains_what_one_process_trains(context: RankContext, sizes: tuple[int, int]) -> None:
     """The optimizer is made before `prepare`; ranks of one tensor parallel group get the same batches."""
     with launched(context):
         dp, tp = sizes
@@ -270,35 +260,21 @@ def test_a_parallelism_config_of_other_sizes_is_refused(context: RankContext) ->
             StreamShardAccelerator(parallelism_config=config)
 
 
-# -- Trainer ----------------------------------------------------------------------------------------------------------
-
-
 def _assert_trainer_trains_as_one_process(model: Any, path: Path, parallelism: Any = None) -> None:
     """Train a Llama with Trainer, and compare the norms that it logs, and the weights."""
-    rows = torch.cat(_rows())
-    given: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-4,
-        "max_grad_norm": CLIP,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "lr_scheduler_type": "constant",
-        "parallelism_config": parallelism,
-    }
-    arguments = TrainingArguments(str(path), **given)
-    dataset = [{"input_ids": row, "labels": row} for row in rows]
-    options = {"precision": "fp32"}
-    trainer: Any = StreamShardTrainer(model, arguments, train_dataset=dataset, streamshard=options)
-    trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(dataset)
-    trainer.train()
-    logs = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+    data = [{"input_ids": row, "labels": row} for row in torch.cat(_rows())]
+
+    def in_order(trainer: Any) -> None:
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
+
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": STEPS, "max_grad_norm": CLIP}
+    options |= {"lr_scheduler_type": "constant", "weight_decay": 0.0, "parallelism_config": parallelism}
+    given = {"streamshard": {"precision": "fp32"}}
+    run = train(StreamShardTrainer, model, path, data, given=given, before=in_order, **options)
+    logs = [entry["grad_norm"] for entry in run.history if "grad_norm" in entry]
     wanted_norms, wanted = _train(_made())
     assert logs == pytest.approx(wanted_norms, rel=1e-4)
-    assert difference(full_weights(trainer.model), wanted) < 1e-5
+    assert difference(run.weights, wanted) < 1e-5
 
 
 @on_ranks(4)
@@ -315,10 +291,9 @@ def test_trainer_predicts_each_row_once(context: RankContext, tmp_path: Path) ->
     """Of seven rows on 2 x 2 ranks; the loss is their mean."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp of rows", "tp of rows"))
     rows = torch.cat(_rows())[:7]
-    given: Any = {"per_device_eval_batch_size": 1, "report_to": "none", "use_cpu": True}
     with launched(context):
         config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-        arguments = TrainingArguments(str(tmp_path), parallelism_config=config, **given)
+        arguments = arguments_of(tmp_path, parallelism_config=config, per_device_eval_batch_size=1)
         model, options = _parallel("llama", world["tp of rows"]), {"precision": "fp32"}
         dataset = [{"input_ids": row, "labels": row} for row in rows]
         found: Any = StreamShardTrainer(model, arguments, streamshard=options).predict(dataset)  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import warnings
 from collections.abc import Callable
@@ -32,36 +31,39 @@ from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, f
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed")
 
 
-def _step(model: nn.Module, call: Call) -> Tensor:
+def step(model: nn.Module, call: Call) -> Tensor:
     tokens = token_batch(call.step, call.rank).to(next(model.parameters()).device)
     return call.backward(model(input_ids=tokens, labels=tokens).loss)
 
 
-def _lora(**options: Any) -> Any:
+def lora(**options: Any) -> Any:
     defaults = {"r": 3, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     return peft.LoraConfig(**{**defaults, **options})
 
 
+def method(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(peft, name)(task_type="CAUSAL_LM", **options)
+
+
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "lora": _lora,
-    "dora": functools.partial(_lora, use_dora=True),
-    "modules to save": functools.partial(_lora, modules_to_save=["lm_head"]),
-    "embedding": functools.partial(_lora, target_modules=["embed_tokens", "q_proj"]),
-    "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 5, 7], task_type="CAUSAL_LM"),
-    "vera": lambda: peft.VeraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
-    "projected prefix": lambda: peft.PrefixTuningConfig(
-        num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type="CAUSAL_LM"
+    "lora": lora,
+    "dora": functools.partial(lora, use_dora=True),
+    "modules to save": functools.partial(lora, modules_to_save=["lm_head"]),
+    "embedding": functools.partial(lora, target_modules=["embed_tokens", "q_proj"]),
+    "tokens": method("TrainableTokensConfig", token_indices=[1, 5, 7]),
+    "vera": method("VeraConfig", r=3, target_modules=["q_proj", "v_proj"]),
+    "prompt": method("PromptTuningConfig", num_virtual_tokens=3),
+    "projected prefix": method(
+        "PrefixTuningConfig", num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8
     ),
     "experts": functools.partial(
-        _lora, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
+        lora, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
     ),
 }
 
 
 def _base(kind: str = "lora") -> nn.Module:
-    model: nn.Module = (families.mixtral if kind == "experts" else families.llama)(num_hidden_layers=2)
-    return model
+    return (families.mixtral if kind == "experts" else families.llama)(num_hidden_layers=2)
 
 
 def _build(kind: str = "lora") -> Any:
@@ -74,23 +76,18 @@ def _trained(context: RankContext) -> Any:
     model: Any = StreamShard(_build(), precision=FP32)
     optimizer = sgd(model)
     for number in range(2):
-        _step(model, Call(number, context.rank, context.world_size, 1.0))
+        step(model, Call(number, context.rank, context.world_size, 1.0))
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
-# ---------------------------------------------------------------------------------------------- training
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_method_trains_like_plain_pytorch_and_is_saved_as_peft_saves_it(
-    context: RankContext, tmp_path: Path, kind: str
-) -> None:
+def test_every_method_trains_and_is_saved_as_without_sharding(context: RankContext, tmp_path: Path, kind: str) -> None:
     """Loss, gradients and weights, of what is frozen too; the same names and bytes, and PEFT makes the same model."""
     build = functools.partial(_build, kind)
-    model: Any = assert_trains_like_plain(context, build, _step, steps=3, checked=(0, 2))
+    model: Any = assert_trains_like_plain(context, build, step, steps=3, checked=(0, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT says that it saves embeddings
         model.save_pretrained(tmp_path / "ours")
@@ -108,24 +105,22 @@ def test_every_method_trains_like_plain_pytorch_and_is_saved_as_peft_saves_it(
 
 def _two_adapters() -> Any:
     model = _build()
-    model.add_adapter("other", _lora(r=2))
+    model.add_adapter("other", lora(r=2))
     return model
 
 
 @on_ranks(2)
 def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankContext) -> None:
     """AdaLoRA's budget: a rank would sum up the rows that it has. Its forward reads adapters of all layers."""
-    config = peft.AdaLoraConfig(
-        **{"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1},
-        **{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"},
-    )
+    budget = {"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1}
+    config = method("AdaLoraConfig", target_modules=["q_proj"], **budget)()
     torch.manual_seed(3)
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
     with pytest.raises(ShardingError, match=r"lora_A.default' is computed with while its layer does not run"):
-        _step(model, Call(0, context.rank, context.world_size, 1.0))
+        step(model, Call(0, context.rank, context.world_size, 1.0))
     options: dict[str, Any] = {"resident": [nn.ParameterDict]}
-    model = assert_trains_like_plain(context, lambda: peft.get_peft_model(_base(), config), _step, **options)
-    _step(model, Call(3, context.rank, context.world_size, 1.0))
+    model = assert_trains_like_plain(context, lambda: peft.get_peft_model(_base(), config), step, **options)
+    step(model, Call(3, context.rank, context.world_size, 1.0))
     with pytest.raises(ShardingError, match=r"mean\(\) of parameter '.*lora_A.default' outside"):
         model.base_model.update_and_allocate(1)
 
@@ -134,45 +129,9 @@ def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankConte
 def test_a_method_with_hooks_on_parameters_is_refused(context: RankContext) -> None:
     """CPT, as OSF: the hooks would never run. The error names the parameter and comes in the first forward."""
     marks = {"cpt_token_ids": [1, 2, 3, 4], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]}
-    config = peft.CPTConfig(task_type="CAUSAL_LM", **marks)
-    model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
+    model: Any = StreamShard(peft.get_peft_model(_base(), method("CPTConfig", **marks)()), precision=FP32)
     with pytest.raises(ShardingError, match=r"a hook on parameter '\S+delta_embedding\.weight' would never run"):
-        _step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-# ---------------------------------------------------------------------------------------------- classes
-
-
-class _Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = families.bert()
-
-    def forward(self, **inputs: Tensor) -> Any:
-        return self.inner(**inputs)
-
-
-@on_ranks(2)
-def test_plain_models_beside_sharded_ones_save_and_models_inside_them_do_not(
-    context: RankContext, tmp_path: Path
-) -> None:
-    """Sharding changes no class of a library. What is freed leaves nothing either."""
-    own, options, plain = tmp_path / str(context.rank), {"precision": FP32}, [_build(), _Around()]
-    models: list[Any] = [StreamShard(_build(), **options), StreamShard(_Around(), "BertForMaskedLM", **options)]
-    for model in models:
-        _step(model, Call(0, context.rank, context.world_size, 1.0))
-    with pytest.raises(ShardingError, match="BertModel is inside a sharded model"):
-        models[1].inner.bert.save_pretrained(tmp_path)
-    plain[0].save_pretrained(own / "beside")
-    del model
-    models.clear()
-    gc.collect()
-    plain[1].inner.bert.save_pretrained(own / "afterwards")
-    if context.rank == 0:  # transformers writes there alone
-        assert _contents(own / "beside") and _contents(own / "afterwards")
-
-
-# ---------------------------------------------------------------------------------------------- saving
+        step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
 def _contents(directory: Path) -> dict[str, Tensor]:
@@ -207,7 +166,7 @@ def _with_native_adapter() -> Any:
     """Adapted by transformers, without PEFT's class around the model."""
     torch.manual_seed(3)
     model: Any = _base()
-    model.add_adapter(_lora())
+    model.add_adapter(lora())
     return model
 
 
@@ -228,13 +187,11 @@ def test_trainer_saves_adapters_of_add_adapter_as_with_ddp(context: RankContext,
         dist.barrier()
     ours = tmp_path / "StreamShardTrainer"
     for directory in (ours, ours / "checkpoint-2"):
-        theirs = tmp_path / "Trainer" / directory.relative_to(ours)
-        assert {path.name for path in directory.iterdir()} == {path.name for path in theirs.iterdir()}
-    weights = [_contents(tmp_path / each) for each in ("Trainer", ours.name, "model")]
-    for found in weights[1:]:
-        assert_same(
-            {name: found[name] for name in weights[2]}, {name: weights[0][name] for name in weights[2]}, "saved"
-        )
+        other = tmp_path / "Trainer" / directory.relative_to(ours)
+        assert {path.name for path in directory.iterdir()} == {path.name for path in other.iterdir()}
+    theirs, trained, model = (_contents(tmp_path / each) for each in ("Trainer", ours.name, "model"))
+    for found in (trained, model):
+        assert_same({name: found[name] for name in model}, {name: theirs[name] for name in model}, "saved")
     loaded: Any = _same_base("lora")
     loaded.load_adapter(ours)
     assert_same(loaded.state_dict(), run.weights, "weights of what is loaded")
@@ -248,11 +205,11 @@ def test_save_pretrained_takes_pefts_arguments_and_raises_on_all_ranks(context: 
     assert not (tmp_path / "one/adapter_model.safetensors").exists()
     assert (tmp_path / "one/other/adapter_model.safetensors").exists()
     wanted = _saved_without_sharding(model, _two_adapters, tmp_path / f"plain{context.rank}")
-    without_peft_model = StreamShard(_build().base_model.model, precision=FP32)  # nothing would load its names
-    for refused in (model, without_peft_model):
-        with pytest.raises(
-            CheckpointError, match=r"has adapters of PEFT.*shard the PeftModel.*model.save_pretrained\("
-        ):
+    # Nothing would load the names of a model without PeftModel; `save_pretrained` would save adapters only.
+    others = [StreamShard(each, precision=FP32) for each in (_build().base_model.model, _with_native_adapter())]
+    told = r"has adapters of PEFT.*shard the PeftModel.*model.save_pretrained\("
+    for refused in (model, *others):
+        with pytest.raises(CheckpointError, match=told):
             export_safetensors(refused, tmp_path / "export")
     full = model.full_state_dict()
     if context.rank == 0:
@@ -278,7 +235,7 @@ def test_adapters_are_converted_as_without_sharding(context: RankContext, tmp_pa
     assert heard == {kind: layers if kind is Collective.ALL_GATHER else [] for kind in Collective}
     wanted = _saved_without_sharding(model, _build, tmp_path / f"plain{context.rank}", **given)
     assert_same(_contents(tmp_path / "ours"), wanted, "what is saved")
-    _step(model, Call(2, context.rank, context.world_size, 1.0))
+    step(model, Call(2, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)
@@ -295,9 +252,6 @@ def test_merging_is_refused_because_it_computes_with_pieces(context: RankContext
             part.merge_and_unload()
 
 
-# ---------------------------------------------------------------------------------------------- loading and changing
-
-
 @on_ranks(2)
 def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(context: RankContext, tmp_path: Path) -> None:
     """It would be this rank's alone."""
@@ -305,10 +259,7 @@ def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(context: Ra
     model.save_pretrained(tmp_path)
     model.load_adapter(tmp_path, "new")
     with pytest.raises(ShardingError, match="new"):
-        _step(model, Call(2, context.rank, context.world_size, 1.0))
-
-
-# ---------------------------------------------------------------------------------------------- the page's scripts
+        step(model, Call(2, context.rank, context.world_size, 1.0))
 
 
 @pytest.mark.ranks

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from streamshard import CheckpointError, StreamShard
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_texts, make_tokenizer
-from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train, whole_weights
+from tests.integrations.trainers import and_sharded, assert_equal, launched, train, whole_weights
 from tests.ranks import RankContext
-from tests.reference import FP32
+from tests.reference import FP32, Tolerance, assert_same
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # one of its own modules imports another by an old name
@@ -64,15 +64,6 @@ def _data(labels: list[float] | list[int] | None = None) -> Any:
 
     columns: dict[str, Any] = {"anchor": make_texts(16, (3, 9), 0), "positive": make_texts(16, (3, 9), 1)}
     return Dataset.from_dict(columns if labels is None else {**columns, "label": labels})
-
-
-def _train(each: Any, model: Any, out: Path, data: Any, loss: Any, *, given: Any = None, **options: Any) -> Run:
-    return train(
-        *(each, model, out / each.__name__, data),
-        given={"loss": loss, **(given or {})},
-        arguments_class=st.SentenceTransformerTrainingArguments,
-        **options,
-    )
 
 
 def _with_dense(directory: Path) -> Any:
@@ -138,9 +129,7 @@ def test_what_its_scripts_do_equals_ddp(context: RankContext, build: Any, tmp_pa
     theirs, ours = runs
     assert isinstance(ours.trainer.model, StreamShard)
     assert_equal(ours, theirs)
-    assert found[0].keys() == found[1].keys()
-    for name, weight in found[0].items():
-        torch.testing.assert_close(found[1][name], weight, rtol=1e-4, atol=2e-6, msg=name)
+    assert_same(found[1], found[0], "what is loaded", Tolerance(1e-4, 2e-6))
     for name in ("checkpoint-2", "final"):
         one, other = ({path.name for path in Path(run.trainer.args.output_dir, name).iterdir()} for run in runs)
         assert one == other
@@ -152,13 +141,14 @@ def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp
     scores = torch.linspace(0, 1, 9).tolist()
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     saving |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_pearson_cosine"}
-    saving |= {"greater_is_better": False}  # so that the best is not the last
+    saving |= {"greater_is_better": False, "max_steps": 4}  # so that the best is not the last
+    saving["arguments_class"] = st.SentenceTransformerTrainingArguments
 
-    def given() -> dict[str, Any]:
+    def given(loss: Any) -> dict[str, Any]:
         texts = (make_texts(9, (3, 9), seed) for seed in (2, 3))
         options = {"batch_size": 2, "write_csv": False, "show_progress_bar": False}
         evaluator = EmbeddingSimilarityEvaluator(*texts, scores, **options)
-        return {"eval_dataset": _data(), "evaluator": evaluator}
+        return {"loss": loss, "eval_dataset": _data(), "evaluator": evaluator}
 
     with launched(context), _quiet():
         runs, encoded = [], []
@@ -166,8 +156,8 @@ def test_a_run_evaluates_saves_and_goes_on_as_with_ddp(context: RankContext, tmp
         for each, resume in ((theirs_class, False), (ours_class, False), (ours_class, True)):
             model, out = _with_dense(tmp_path), tmp_path / each.__name__
             loss = losses.MultipleNegativesRankingLoss(model)
-            options = {**saving, "max_steps": 4, "resume": out / "checkpoint-2" if resume else None}
-            runs.append(_train(each, model, tmp_path, _data(), loss, given=given(), **options))
+            options = {**saving, "given": given(loss), "resume": out / "checkpoint-2" if resume else None}
+            runs.append(train(each, model, out, _data(), **options))
             if not resume:
                 runs[-1].trainer.save_model()
                 dist.barrier()

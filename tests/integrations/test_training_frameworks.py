@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard import StreamShard
 from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows, make_tokenizer
-from tests.integrations.trainers import assert_equal, launched, train
+from tests.integrations.trainers import assert_equal, launched, train, whole_weights
 from tests.ranks import RankContext
 from tests.reference import assert_same
 
@@ -51,10 +50,6 @@ def _with_stand_ins(imported: str, **modules: dict[str, Any]) -> Any:
         return module, made
 
 
-def _whole(model: Any) -> dict[str, torch.Tensor]:
-    return dict(StreamShard.full_state_dict(model, rank0_only=False))
-
-
 def _assert_trains_as_ddp(sharded: Any, tmp_path: Path, **options: Any) -> Any:
     """Train with a class of ours and with `Trainer`, compare, and return our trainer's model, which keeps its slots."""
     from transformers import Trainer
@@ -76,10 +71,8 @@ def test_axolotls_plugin_trains_as_ddp_and_saves_when_rank_0_alone_saves(context
     base, trainers = {"BasePlugin": object}, {"AxolotlTrainer": Trainer}
     names = {"axolotl__integrations__base": base, "axolotl__core__trainers": trainers}
     ours, stand_ins = _with_stand_ins("streamshard.integrations.axolotl", **names)
-    plugin, config = (
-        ours.StreamShardPlugin(),
-        _Config(streamshard={"weight_slots": "all"}, output_dir=str(tmp_path / "out")),
-    )
+    plugin = ours.StreamShardPlugin()
+    config = _Config(streamshard={"weight_slots": "all"}, output_dir=str(tmp_path / "out"))
     assert plugin.load_datasets(config) is None
     assert config.device_map == {"": "cpu"} and config.experimental_skip_move_to_device
     with mock.patch.dict(sys.modules, stand_ins):
@@ -93,7 +86,7 @@ def test_axolotls_plugin_trains_as_ddp_and_saves_when_rank_0_alone_saves(context
             model.save_pretrained(config.output_dir)
         plugin.post_train(config, model)
     saved = type(make_model("llama")).from_pretrained(config.output_dir)
-    assert_same(saved.state_dict(), _whole(model), "saved weights")
+    assert_same(saved.state_dict(), whole_weights(model), "saved weights")
 
 
 @on_ranks(2)
@@ -134,9 +127,7 @@ def _steps(model: Any, optimizer: torch.optim.Optimizer, rank: int, count: int) 
 
 @on_ranks(2)
 @pytest.mark.parametrize("mode", ["init_on_default", "init_on_meta"])
-def test_llamafactorys_backend_trains_as_ddp_saves_and_continues(
-    context: RankContext, mode: str, tmp_path: Path
-) -> None:
+def test_llamafactorys_backend_trains_as_ddp_and_continues(context: RankContext, mode: str, tmp_path: Path) -> None:
     from streamshard.integrations.llamafactory import StreamShardBackend
 
     if context.rank == 0:
@@ -157,7 +148,7 @@ def test_llamafactorys_backend_trains_as_ddp_saves_and_continues(
     assert engine_of(model).plan.keeps_weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.testing.assert_close(_steps(model, optimizer, context.rank, 4), wanted, rtol=1e-4, atol=1e-6)
-    assert_same(_whole(model), whole.module.state_dict(), "weights")
+    assert_same(whole_weights(model), whole.module.state_dict(), "weights")
 
     options = {"processor": make_tokenizer(), "save_ckpt_as_hf": True}
     StreamShardBackend.save_checkpoint(model, optimizer, str(tmp_path / "checkpoint"), **options)
@@ -192,7 +183,7 @@ def test_llamafactorys_registry_gets_the_backend() -> None:
         with mock.patch.dict(sys.modules, stand_ins):
             ours.register()
         backend, methods = ours.StreamShardBackend, ("save_model", "save_checkpoint", "load_checkpoint")
-        wanted = {("fsdp2", method): getattr(backend, method) for method in methods}
-        assert registry == (
-            {("fsdp2",): backend} if module == "interface" else {("fsdp2",): backend.shard_model, **wanted}
-        )
+        wanted = {("fsdp2",): backend.shard_model, **{("fsdp2", each): getattr(backend, each) for each in methods}}
+        if module == "interface":
+            wanted = {("fsdp2",): backend}
+        assert registry == wanted

@@ -23,7 +23,16 @@ from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows
-from tests.integrations.trainers import and_sharded, assert_equal, launched, run_example, train, whole_weights
+from tests.integrations.trainers import (
+    and_sharded,
+    arguments_of,
+    assert_equal,
+    compare,
+    launched,
+    run_example,
+    train,
+    whole_weights,
+)
 from tests.ranks import RankContext, RankPool
 from tests.reference import assert_same, case
 
@@ -42,43 +51,27 @@ def _trainers() -> tuple[Any, Any]:
 @on_ranks(2)
 @pytest.mark.parametrize("family", ["llama-tied", "bert", "t5", "mixtral", "llava"])
 def test_training_equals_ddp(context: RankContext, family: str, tmp_path: Path) -> None:
-    theirs_class, ours_class = _trainers()
-    data = make_rows(family)
     with launched(context):
-        theirs = train(theirs_class, make_model(family), tmp_path / "theirs", data)
-        ours = train(ours_class, make_model(family), tmp_path / "ours", data)
-    assert_equal(ours, theirs)
+        compare(_trainers(), lambda: make_model(family), tmp_path, make_rows(family))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {
-            "gradient_accumulation_steps": 2,
-            "max_grad_norm": 0.5,
-            "label_smoothing_factor": 0.1,
-            "neftune_noise_alpha": 5.0,
-        },
-        {"optim": "adafactor", "max_grad_norm": 0.3},  # steps whole parameters
-        {"bf16": True},
-    ],
-    ids=lambda arguments: next(iter(arguments)),
-)
-def test_training_arguments_act_as_with_ddp(context: RankContext, arguments: dict[str, Any], tmp_path: Path) -> None:
-    theirs_class, ours_class = _trainers()
-    data = make_rows("llama")
+@pytest.mark.parametrize("name", ["optim", "bf16", "max_grad_norm"])
+def test_training_arguments_act_as_with_ddp(context: RankContext, name: str, tmp_path: Path) -> None:
+    """Accumulation with much that changes gradients; an optimizer that steps whole parameters; bf16."""
+    options: dict[str, Any] = {"optim": {"optim": "adafactor", "max_grad_norm": 0.3}, "bf16": {"bf16": True}}
+    others = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
+    arguments = options.get(name, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, **others})
     with launched(context):
-        theirs = train(theirs_class, make_model("llama"), tmp_path / "theirs", data, **arguments)
-        ours = train(ours_class, make_model("llama"), tmp_path / "ours", data, **arguments)
-    assert isinstance(ours.trainer.optimizer.optimizer, WholeParameterOptimizer) == ("optim" in arguments)
-    if "bf16" in arguments:  # DistributedDataParallel keeps weights in fp32 beside those of autocast
+        theirs, ours = (
+            train(each, make_model("llama"), tmp_path / each.__name__, make_rows("llama"), **arguments)
+            for each in _trainers()
+        )
+    assert isinstance(ours.trainer.optimizer.optimizer, WholeParameterOptimizer) == (name == "optim")
+    if name == "bf16":  # DistributedDataParallel keeps weights in fp32 beside those of autocast
         assert_equal(ours, theirs, digits=2, weights=False)
     else:
         assert_equal(ours, theirs)
-
-
-# -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def _files(directory: Path) -> set[str]:
@@ -87,9 +80,7 @@ def _files(directory: Path) -> set[str]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
-def test_ddp_and_streamshard_continue_from_each_others_checkpoints(
-    context: RankContext, optim: str, tmp_path: Path
-) -> None:
+def test_ddp_and_streamshard_continue_each_others_runs(context: RankContext, optim: str, tmp_path: Path) -> None:
     """With the random numbers of each rank, for dropout."""
     steps, data, classes = {"optim": optim, "max_steps": 3}, make_rows("llama"), _trainers()
 
@@ -158,67 +149,43 @@ def test_accumulation_layer_by_layer_logs_and_trains_as_trainers_own(ranks: Rank
         numbers = [key for key in ("loss", "grad_norm", "learning_rate") if key in own]
         assert [found[key] for key in numbers] == pytest.approx([own[key] for key in numbers], rel=1e-5)
     assert "loss" in wanted[0]
-    for name, weight in expected.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
 def test_the_best_model_is_loaded_at_the_end(context: RankContext, tmp_path: Path) -> None:
-    data = make_rows("llama-tied")
+    """Directories that differ between ranks are those of rank 0: scripts name them by the time."""
+    data, classes = make_rows("llama-tied"), _trainers()
     options: dict[str, Any] = {"load_best_model_at_end": True, "greater_is_better": True, "save_total_limit": 1}
     options |= {"given": {"eval_dataset": data[:6]}, "eval_strategy": "steps", "eval_steps": 2, **_SAVING}
+    outs = [tmp_path / "theirs", tmp_path / f"of rank {context.rank}"]
     with launched(context):
-        runs = [
-            train(each, make_model("llama-tied"), tmp_path / each.__name__, data, save_only_model=True, **options)
-            for each in _trainers()
-        ]
-    theirs, ours = runs
-    assert_equal(ours, theirs)
-    kept = {each.name: sorted(path.name for path in (tmp_path / each.name).iterdir()) for each in tmp_path.iterdir()}
-    assert kept["StreamShardTrainer"] == kept["Trainer"]
-    best = Path(ours.trainer.state.best_model_checkpoint)
-    assert best.is_dir() and best.parent.name == "StreamShardTrainer"
-    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
-
-
-@on_ranks(2)
-def test_directories_that_differ_between_ranks_are_those_of_rank_0(context: RankContext, tmp_path: Path) -> None:
-    """Scripts name them by the time, and ranks may start in different seconds."""
-    data, own = make_rows("llama"), tmp_path / f"of rank {context.rank}"
-    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    with launched(context):
-        run = train(
-            _trainers()[1], make_model("llama"), own, data, given={"eval_dataset": data}, **_SAVING, **evaluating
+        theirs, ours = (
+            train(each, make_model("llama-tied"), out, data, **options) for each, out in zip(classes, outs, strict=True)
         )
-        run.trainer.save_model(str(own / "final"))
+        ours.trainer.save_model(str(outs[1] / "final"))
         dist.barrier()
+    assert_equal(ours, theirs)
     first = tmp_path / "of rank 0"
-    assert {path.name for path in tmp_path.iterdir()} == {first.name}
-    assert Path(run.trainer.state.best_model_checkpoint).parent == first
-    assert {path.name for path in first.iterdir()} == {"checkpoint-2", "checkpoint-4", "final"}
-    assert {path.name for path in first.glob("*/rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
-    fresh = StreamShard(make_model("llama"), precision="fp32")
+    assert _files(tmp_path) == {"theirs", first.name}
+    assert _files(first) == {*_files(outs[0]), "final"}
+    best = Path(ours.trainer.state.best_model_checkpoint)
+    assert best.parent == first and best.name == Path(theirs.trainer.state.best_model_checkpoint).name
+    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+    assert {path.name for path in best.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    fresh = StreamShard(make_model("llama-tied"), precision="fp32")
     load_safetensors(fresh, first / "final")
-    assert_same(whole_weights(fresh), run.weights, "what is saved at the end")
+    assert_same(whole_weights(fresh), ours.weights, "what is saved at the end")
 
 
 @on_ranks(2)
 def test_evaluation_without_training_equals_ddp(context: RankContext, tmp_path: Path) -> None:
     """Loss, predictions and counted samples, of examples that are no multiple of the batches."""
-    from transformers import TrainingArguments
-
     data = make_rows("gpt2", count=7)
-    arguments: dict[str, Any] = {
-        "per_device_eval_batch_size": 2,
-        "report_to": [],
-        "use_cpu": context.device.type == "cpu",
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
     found = []
     with launched(context):
         for each in _trainers():
-            made = each(model=make_model("gpt2"), args=TrainingArguments(str(tmp_path), **arguments))
+            made = each(model=make_model("gpt2"), args=arguments_of(tmp_path))
             predicted = [made.predict(data) for _ in range(2)][-1]
             found.append((made.evaluate(data), predicted.predictions, made.model))
     (theirs, their_logits, _), (ours, our_logits, model) = found
@@ -227,9 +194,6 @@ def test_evaluation_without_training_equals_ddp(context: RankContext, tmp_path: 
     assert our_logits.shape == their_logits.shape == (7, 12, 61)
     assert abs(our_logits - their_logits).max() < 1e-5
     assert model.memory_report().held_bytes["main grads"] == 0
-
-
-# -- what is written --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -277,7 +241,7 @@ def test_a_whole_state_dict_is_saved_without_the_other_ranks(context: RankContex
 
 @on_ranks(2)
 def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(context: RankContext, tmp_path: Path) -> None:
-    """Here of a file that only rank 1 writes."""
+    """Here of a file that only rank 1 writes. Leftovers of killed saves are removed, and checkpoints replaced."""
     from transformers import Trainer
 
     saved: list[int] = []
@@ -293,31 +257,18 @@ def test_an_error_of_a_save_is_raised_on_all_ranks_and_leaves_nothing(context: R
             raise OSError("the disk is full")
         torch_save(what, path, *args, **kwargs)
 
-    out = tmp_path / "out"
+    out, earlier = tmp_path / "out", tmp_path / "out" / "checkpoint-1" / "of an earlier run"
+    if context.rank == 0:
+        earlier.mkdir(parents=True)
+        for name in ("model.0123abcd.partial/checkpoint-7", "replaced-checkpoint-7", "replaced-checkpoint-1"):
+            (out / name).mkdir(parents=True)
+    dist.barrier()
     failing = mock.patch("torch.save", save)
     with launched(context), failing, pytest.raises(CheckpointError, match="rank 1: OSError: the disk is full"):
         train(and_sharded(Counting)[1], make_model("gpt2"), out, make_rows("gpt2"), save_strategy="steps", save_steps=1)
     dist.barrier()
     assert saved == [1, 2]
-    assert _files(out) == {"checkpoint-1"}
-
-
-@on_ranks(2)
-def test_leftovers_of_killed_saves_are_removed_and_checkpoints_replaced(context: RankContext, tmp_path: Path) -> None:
-    _, ours_class = _trainers()
-    data = make_rows("gpt2")
-    if context.rank == 0:
-        (tmp_path / "model.0123abcd.partial" / "checkpoint-7").mkdir(parents=True)
-        (tmp_path / "replaced-checkpoint-7").mkdir()
-        (tmp_path / "replaced-checkpoint-2").mkdir()
-        (tmp_path / "checkpoint-2").mkdir()
-        (tmp_path / "checkpoint-2" / "of an earlier run").touch()
-    dist.barrier()
-    with launched(context):
-        train(ours_class, make_model("gpt2"), tmp_path, data, **{**_SAVING, "max_steps": 2})
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-7"}
-    assert "model.safetensors" in _files(tmp_path / "checkpoint-2")
-    assert "of an earlier run" not in _files(tmp_path / "checkpoint-2")
+    assert _files(out) == {"checkpoint-1", "checkpoint-7"} and not earlier.exists()
 
 
 @on_ranks(2)
@@ -330,28 +281,24 @@ def test_enable_jit_checkpoint_saves_on_all_ranks_at_a_signal_to_one(context: Ra
             if state.global_step == 1 and context.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    _, ours_class = _trainers()
-    data, arguments = make_rows("bert"), {"gradient_accumulation_steps": 2, "save_strategy": "no"}
+    def run(name: str, **options: Any) -> Any:
+        options |= {"gradient_accumulation_steps": 2, "enable_jit_checkpoint": name == "run"}
+        return train(_trainers()[1], make_model("bert"), tmp_path / name, make_rows("bert"), **options)
+
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     with launched(context):
-        wanted = train(ours_class, make_model("bert"), tmp_path / "quiet", data, **arguments)
-        arguments["enable_jit_checkpoint"] = True
+        wanted = run("quiet")
         try:
             with pytest.raises(SystemExit) as ended:
-                given = {"callbacks": [Signal()]}
-                train(ours_class, make_model("bert"), tmp_path / "run", data, given=given, **arguments)
+                run("run", given={"callbacks": [Signal()]})
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        run = tmp_path / "run"
-        found = train(ours_class, make_model("bert"), run, data, resume=run / "checkpoint-2", **arguments)
+        found = run("run", resume=tmp_path / "run" / "checkpoint-2")
     assert ended.value.code == 128 + signal.SIGTERM
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert found.history[-2] == wanted.history[-2]  # the last step
     assert all(torch.equal(tensor, wanted.weights[name]) for name, tensor in found.weights.items())
-
-
-# -- the rest ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -376,17 +323,13 @@ def test_generating_evaluation_of_unequal_lengths(context: RankContext, tmp_path
     assert predictions[0].shape[1] >= 7  # those of rank 1
 
 
-def _with_deepspeed(**arguments: Any) -> Any:
-    """Without the package, for which transformers asks in the constructor."""
-    from transformers import TrainingArguments
-
-    made = TrainingArguments(**arguments)
-    made.deepspeed = "zero3.json"
-    return made
-
-
 @on_ranks(2)
 def test_training_arguments_that_contradict_sharding_are_refused(context: RankContext, tmp_path: Path) -> None:
+    def with_deepspeed(**arguments: Any) -> Any:  # without the package, for which transformers' constructor asks
+        made = arguments_of(tmp_path, **arguments)
+        made.deepspeed = "zero3.json"
+        return made
+
     adafactor, lbfgs = (torch.optim.Adafactor, {"optim_bits": 8}), (torch.optim.LBFGS, {})
     refused: tuple[tuple[dict[str, Any], str], ...] = (
         ({"bf16_full_eval": True}, "bf16_full_eval=True does not go with .* leave it out"),
@@ -394,7 +337,7 @@ def test_training_arguments_that_contradict_sharding_are_refused(context: RankCo
         ({"optim": "lomo"}, 'optim="lomo" steps each parameter within backward.* optim="adafactor"'),
         ({"given": {"optimizer_cls_and_kwargs": adafactor}}, "Adafactor with 8-bit moments steps whole parameters"),
         ({"given": {"optimizer_cls_and_kwargs": lbfgs}}, "torch.optim.lbfgs.LBFGS, tried .*without a closure"),
-        ({"arguments_class": _with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
+        ({"arguments_class": with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),
     )
     for arguments, message in refused:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,26 @@ class Run(NamedTuple):
     trainer: Any
 
 
-def _is_on_cpu() -> bool:
-    """Where `launched` says that ranks are: Trainer wants to be told."""
-    return os.environ["ACCELERATE_USE_CPU"] == "True"
+def arguments_of(out: Path, arguments_class: Any = None, **given: Any) -> Any:
+    """Training arguments (transformers' own class unless told) of a short run, and those that are `given`."""
+    from transformers import TrainingArguments
+
+    own = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "weight_decay": 0.1,
+        "adam_epsilon": 1e-4,  # gradients that are rounding of zero change nothing
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": os.environ["ACCELERATE_USE_CPU"] == "True",  # `launched` says where ranks are
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+    return (arguments_class or TrainingArguments)(**{"output_dir": str(out), **own, **given})
 
 
 def train(
@@ -75,28 +92,11 @@ def train(
         resume: a checkpoint to go on from.
         given: arguments of the trainer.
         before: is called with the trainer before it trains.
-        arguments_class: None is transformers' own.
-        **arguments: training arguments beside the tests' own.
+        arguments_class, **arguments: see `arguments_of`.
     """
-    from transformers import PrinterCallback, TrainingArguments
+    from transformers import PrinterCallback
 
-    own = {
-        "output_dir": str(out),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "linear",
-        "weight_decay": 0.1,
-        "adam_epsilon": 1e-4,  # gradients that are rounding of zero change nothing
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": _is_on_cpu(),
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-    }
-    settings: Any = (arguments_class or TrainingArguments)(**{**own, **arguments})
+    settings = arguments_of(out, arguments_class, **arguments)
     trainer = trainer_class(model=model, args=settings, train_dataset=data, **(given or {}))
     trainer.remove_callback(PrinterCallback)
     if before is not None:
@@ -151,11 +151,14 @@ def assert_equal(
             assert abs(mine[name] - value) <= 10.0**-digits * max(1.0, abs(value)), (name, mine, other)
     if not weights:
         return
-    assert ours.weights.keys() == theirs.weights.keys()
-    for name, weight in theirs.weights.items():
-        torch.testing.assert_close(
-            ours.weights[name], weight, rtol=1e-4, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=atol)
+
+
+def compare(classes: Iterable[Any], make: Callable[[], nn.Module], out: Path, data: Any, **options: Any) -> list[Run]:
+    """Train what `make` makes with each of two classes, in directories of their names; the runs are equal."""
+    runs = [train(each, make(), out / each.__name__, data, **options) for each in classes]
+    assert_equal(runs[1], runs[0])
+    return runs
 
 
 def run_example(name: str, trainer_class: type | None = None, **arguments: Any) -> list[float]:

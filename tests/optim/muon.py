@@ -15,9 +15,7 @@ from torch.optim import _muon
 def muon_in_fp32() -> Iterator[None]:
     """In this context, or in a function that it decorates, `torch.optim.Muon` orthogonalises in fp32.
 
-    Its own Newton-Schulz iterations round to bf16 first. There the last fp32 bit of a gradient can decide which way an
-    element is rounded: 2^-7 of an update near 1, so 1.6e-4 of a weight at a learning rate of 0.02. In fp32 a last bit
-    stays at about 2e-7. The rest of the step is torch's.
+    Its own iterations round to bf16: the last bit of a gradient may be 1.6e-4 of a weight at a learning rate of 0.02.
     """
     with mock.patch.object(_muon, "_zeropower_via_newtonschulz", _orthogonalise):
         yield

@@ -1,4 +1,4 @@
-"""`update_parameters`: the average that torch's `AveragedModel` keeps of the unsharded model, buffers included."""
+"""Averages of weights: torch's `AveragedModel`, unmodified, and averages of a part of a model."""
 
 from __future__ import annotations
 
@@ -6,78 +6,37 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
-from streamshard import ConfigError, ShardingError, StreamShard
-from streamshard.optim import update_parameters
+from streamshard import ShardingError, StreamShard
 from tests.models import DIM, NormStack, Stack
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import EXACT, FP32, Tolerance, assert_same, counted_collectives, sgd, train_stack
-
-
-def _state_of_first(model: Any) -> dict[str, Tensor]:
-    state = [model.full_state_dict()]
-    dist.broadcast_object_list(state)
-    return state[0]
 
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world_size", "kind", "use_buffers"),
-    [(1, "mean", True), (2, "multi", True), (2, "each", False)],
+    ("world_size", "kind", "use_buffers"), [(1, "mean", True), (2, "multi", True), (2, "each", False)]
 )
 def test_averages_equal_those_of_averaged_model(context: RankContext, kind: str, use_buffers: bool) -> None:
-    """Parameters and batch norm's statistics; its counter is copied. In evaluation all ranks use rank 0's buffers."""
-    model, average = StreamShard(NormStack()), StreamShard(NormStack().requires_grad_(False))
+    """Parameters and batch norm's statistics."""
     plain, multi_avg_fn = NormStack(), get_ema_multi_avg_fn(0.6) if kind == "multi" else None
     avg_fn = get_ema_avg_fn(0.6) if kind == "each" else None
-    wanted = AveragedModel(plain, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers)
+    average, wanted = (
+        AveragedModel(plain, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers) for _ in range(2)
+    )
+    model, _ = StreamShard(NormStack()), StreamShard(average.module.requires_grad_(False))
     optimizer = sgd(model)
     for step in range(3):
         train_stack(model, optimizer, context, first=step, steps=1)
-        update_parameters(average, model, step, multi_avg_fn=multi_avg_fn, avg_fn=avg_fn, use_buffers=use_buffers)
-        plain.load_state_dict(_state_of_first(model))
+        average.update_parameters(model)
+        plain.load_state_dict(everywhere(model.full_state_dict())[0])
         wanted.update_parameters(plain)
         with torch.no_grad():
             average.eval()(torch.zeros(1, DIM))
-    expected = {**wanted.module.state_dict(), **{k: v for k, v in plain.state_dict().items() if "num_batches" in k}}
-    assert_same(average.full_state_dict(rank0_only=False), expected, "average", Tolerance(1e-6))
-
-
-@on_ranks(2)
-def test_models_that_do_not_fit_together_are_not_averaged(context: RankContext) -> None:
-    """Each error names the first tensor. Nothing has changed."""
-
-    model, average = StreamShard(Stack(), precision=FP32), StreamShard(Stack().requires_grad_(False), precision=FP32)
-    before = average.full_state_dict(rank0_only=False)
-    for other, said in (
-        (NormStack(), "the model alone has the buffer 'norms.0.running_mean'"),
-        (Stack((DIM,) * 4), "the averaged model alone has the parameter 'layers.3"),
-        (Stack().bfloat16().requires_grad_(False), "bfloat16"),
-        (Stack((2 * DIM,) * 5), "another shape, dtype or ranks"),
-    ):
-        precision = "bf16" if "bfloat16" in said else FP32
-        with pytest.raises(ShardingError, match=said):
-            update_parameters(average, StreamShard(other, precision=precision), 1)
-    with pytest.raises(ShardingError, match="Stack is not sharded"):
-        update_parameters(Stack(), model, 1)
-    with pytest.raises(ConfigError, match="n_averaged=0.5"):
-        update_parameters(average, model, 0.5)  # type: ignore[arg-type]
-    assert_same(average.full_state_dict(rank0_only=False), before, "weights", EXACT)
-
-
-@on_ranks(2)
-def test_an_average_from_the_meta_device_begins_as_a_copy(context: RankContext) -> None:
-    """Buffers get values too. A later update of an average without values raises."""
-    with torch.device("meta"):
-        average = StreamShard(NormStack().requires_grad_(False), precision=FP32)
-    model = StreamShard(NormStack(), precision=FP32)
-    with pytest.raises(ShardingError, match="is empty"):
-        update_parameters(average, model, 1)
-    update_parameters(average, model, 0)
-    assert_same(average.full_state_dict(rank0_only=False), model.full_state_dict(rank0_only=False), "average", EXACT)
+    found = everywhere(average.module.full_state_dict())[0]
+    assert_same(found, wanted.module.state_dict(), "average", Tolerance(1e-6))
 
 
 class Online(nn.Module):
@@ -90,7 +49,6 @@ class Online(nn.Module):
             self.target = Stack().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 7]"""
         out: Tensor = self.predictor(self.tower(x))
         return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,6 @@ from tests.reference import Call, assert_same, case, full_weights, piece_of, sha
 
 @elementwise
 class _Foreign(Optimizer):
-    """SGD, tensor by tensor."""
-
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
         self.seen: list[Tensor | None] = []  # gradients, of the last step
@@ -48,16 +47,6 @@ def _backward(model: nn.Module, number: int = 0) -> float:
     return float(stack_step(model, Call(number, 0, 1, 1.0)))
 
 
-def _norms(model: nn.Module) -> list[float]:
-    """One after the other, as logs have them: each is a collective of its own."""
-    return [float(param.grad.norm()) for param in model.parameters() if param.grad is not None]
-
-
-def _alike(value: Any, context: RankContext) -> bool:
-    heard = everywhere(value)
-    return all(other == value for other in heard)
-
-
 @on_ranks(2)
 def test_empty_pieces_have_gradients_outside_of_steps(context: RankContext) -> None:
     """The same norms on every rank, before a step and after it; nothing is kept for them."""
@@ -66,13 +55,12 @@ def test_empty_pieces_have_gradients_outside_of_steps(context: RankContext) -> N
     for number in range(2):
         _backward(model, number)
         grads = [param.grad for param in model.parameters()]
-        norms = _norms(model)
-        assert len(norms) == len(grads)
-        assert _alike(norms, context)
+        norms = [float(grad.norm()) for grad in grads]  # each is a collective
+        assert everywhere(norms) == [norms] * 2
         optimizer.step()
         assert [grad is None for grad in optimizer.seen] == [not piece_of(param).numel() for param in grads]
         assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
-        assert _norms(model) == norms
+        assert [float(param.grad.norm()) for param in model.parameters()] == norms
         if number:
             adamw = torch.optim.AdamW(model.parameters())
             adamw.step()
@@ -110,20 +98,15 @@ def test_a_closure_sees_and_makes_all_gradients(context: RankContext) -> None:
 # -- what is known ----------------------------------------------------------------------------------------------------
 
 
-def _named(module: str, name: str) -> Any:
-    """An optimizer's class that has this full name."""
-    return type(name, (_Foreign,), {"__module__": module})
-
-
 @on_ranks(2)
 def test_norms_that_bitsandbytes_is_asked_for_are_refused(context: RankContext) -> None:
     """Of an optimizer that else works element by element."""
     for asked in [{"max_unorm": 0.5}, {"percentile_clipping": 5}, {"block_wise": False}, {}]:
         with case(asked):
             model = sharded_model()
-            optimizer = _named("bitsandbytes.optim.adam", "Adam")(model.parameters())
-            settings = {"max_unorm": 0.0, "percentile_clipping": 100, "block_wise": True, **asked}
-            optimizer.args = type("Args", (), settings)()
+            optimizer = type("Adam", (_Foreign,), {"__module__": "bitsandbytes.optim.adam"})(model.parameters())
+            defaults = {"max_unorm": 0.0, "percentile_clipping": 100, "block_wise": True}
+            optimizer.args = SimpleNamespace(**defaults | asked)
             _backward(model)
             refused = pytest.raises(ShardingError, match="Adam with max_unorm, .* takes norms")
             with refused if asked else contextlib.nullcontext():
@@ -157,8 +140,6 @@ def test_an_optimizer_that_keeps_gradients_in_its_state_is_refused(context: Rank
 
 @elementwise
 class _Blocks(_Foreign):
-    """Keeps a scale for each block of elements."""
-
     def update(self, params: list[Tensor]) -> None:
         for param in params:
             state = self.state[param]

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ShardingError
 from streamshard.comm.streams import StreamName
@@ -33,6 +32,7 @@ from tests.reference import (
     failing,
     full_weights,
     lm_step,
+    mesh_2d,
     sharded_model,
     stack_step,
 )
@@ -75,12 +75,9 @@ def step_behind(model: nn.Module) -> Callable[[], None]:
 def run(model: Any, way: str, context: RankContext, after: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
     """Weights after three steps; `after` is called behind each backward."""
     for number in range(3):
-        call = context.call(number)
         for part in range(2 if way == "micro-batches" else 1):
-            if way == "micro-batches":
-                stack_step(model, call._replace(step=2 * number + part))
-            else:
-                SCENARIOS[way].step(model, call)
+            step = stack_step if way == "micro-batches" else SCENARIOS[way].step
+            step(model, context.call(2 * number + part if way == "micro-batches" else number))
             after()
     return full_weights(model)
 
@@ -125,7 +122,7 @@ def test_steps_in_backward_wait_for_reductions_on_a_device(context: RankContext)
 @on_ranks(2)
 def test_two_units_have_main_grads_at_once(context: RankContext) -> None:
     """The unit that is being reduced, and the one before."""
-    model: Any = sharded_model(stack_of(Layer, 6), precision=BF16, weight_slots=2)
+    model = sharded_model(stack_of(Layer, 6), precision=BF16, weight_slots=2)
     engine, most = engine_inside(model), []
 
     def count(param: nn.Parameter) -> None:
@@ -147,7 +144,7 @@ def test_gradients_that_hooks_keep_are_added_to(context: RankContext) -> None:
     for build, step in ((stack_of(Layer, 5), stack_step), (lambda: TinyLM(TinyConfig(tied=True)), lm_step)):
         grads = []
         for is_hooked in (False, True):
-            model: Any = sharded_model(build)
+            model = sharded_model(build)
             calls: list[nn.Parameter] = []
             for param in model.parameters() if is_hooked else ():
                 param.register_post_accumulate_grad_hook(calls.append)
@@ -182,7 +179,7 @@ def test_gradients_in_two_parts_raise_behind_a_hook(context: RankContext) -> Non
 @on_ranks(4)
 def test_hooks_with_replicas_get_averages(context: RankContext) -> None:
     """At the end of backward."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_2d(2, 2)
     behind, model = (sharded("two layers", FP32, mesh=mesh) for _ in range(2))
     step_in_hooks(model)
     wanted = run(behind, "two layers", context, step_behind(behind))
@@ -211,7 +208,7 @@ def test_a_backward_that_fails_behind_steps_calls_no_hook_afterwards(context: Ra
 @on_ranks(2)
 def test_collectives_inside_hooks_raise(context: RankContext) -> None:
     """Another rank runs the hook at another moment, or never if it has not used the parameter."""
-    model: Any = sharded_model(stack_of(Layer, 5))
+    model = sharded_model(stack_of(Layer, 5))
     whole = {p: WholeParameterOptimizer([p], torch.optim.Adafactor) for p in model.parameters()}
     call = context.call(0)
     ranks = engine_inside(model).ranks
@@ -221,9 +218,8 @@ def test_collectives_inside_hooks_raise(context: RankContext) -> None:
             stack_step(model, call)
         for each in hooks:
             each.remove()
-    with pytest.raises(
-        ShardingError, match=r"register_post_accumulate_grad_hook, .*After backward\(\) param\.grad\.norm"
-    ):
+    told = r"register_post_accumulate_grad_hook, .*After backward\(\) param\.grad\.norm"
+    with pytest.raises(ShardingError, match=told):
         model.layers[0].linear.weight.register_hook(torch.norm)
     plain = built(stack_of(Layer, 5))
     stack_step(model, call._replace(rank=0))
@@ -237,11 +233,9 @@ def test_collectives_inside_hooks_raise(context: RankContext) -> None:
 def test_steps_with_the_gradient_of_a_penalty_alone_raise(context: RankContext) -> None:
     """Autograd adds it by itself, before the gradient of the layer is there. Weight decay works."""
     for name in ("layers.1.linear.weight", "head.weight"):
-        model: Any = sharded_model(stack_of(Layer, 5))
+        model = sharded_model(stack_of(Layer, 5))
         step_in_hooks(model)
-        loss = (
-            model(vector_batch(0, context.rank)).square().mean() + dict(model.named_parameters())[name].square().sum()
-        )
+        loss = model(vector_batch(0, context.rank)).square().mean() + model.get_parameter(name).square().sum()
         with pytest.raises(ShardingError, match=rf"steps '{name}' inside backward.*a penalty.*weight_decay"):
             loss.backward()
     behind, model = (sharded("plain", FP32) for _ in range(2))

@@ -71,12 +71,8 @@ class Mixed(nn.Module):
         return self.head(x + self.frozen)
 
 
-def _matrices(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.ndim == 2]
-
-
-def _others(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.ndim != 2]
+def _matrices(model: nn.Module, *, others: bool = False) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if (param.ndim == 2) is not others]
 
 
 class Both:
@@ -95,7 +91,6 @@ class Both:
 
 
 def whole(model: nn.Module, params: Any, kind: type[Optimizer], *, round_size: int = 1, **options: Any) -> Any:
-    """The optimizer of whole parameters; plain for a plain model."""
     if isinstance(model, StreamShard):
         return WholeParameterOptimizer(params, kind, round_size=round_size, **options)
     return kind(params, **options)
@@ -103,7 +98,7 @@ def whole(model: nn.Module, params: Any, kind: type[Optimizer], *, round_size: i
 
 def _muon_and_adamw(model: nn.Module) -> Any:
     """Muon for matrices, AdamW for the rest: one object if the model is sharded, two if not."""
-    matrices, others = _matrices(model), _others(model)
+    matrices, others = _matrices(model), _matrices(model, others=True)
     if isinstance(model, StreamShard):
         groups = [{"params": matrices}, {"params": others, "optimizer_class": torch.optim.AdamW, "lr": 0.01}]
         return WholeParameterOptimizer(groups, torch.optim.Muon, lr=0.02, round_size=1)
@@ -134,7 +129,7 @@ class _Numbered(torch.optim.SGD):
 
 
 def _numbered(model: nn.Module) -> Any:
-    groups = [{"params": _others(model)}, {"params": []}, {"params": _matrices(model), "rank": 1}]
+    groups = [{"params": _matrices(model, others=True)}, {"params": []}, {"params": _matrices(model), "rank": 1}]
     return whole(model, groups, _Numbered, lr=0.001)
 
 
@@ -358,31 +353,22 @@ def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, An
 
 
 def _rounds(costs: Sequence[float], numels: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:
-    """By round, the indices of its parameters."""
     params: list[Any] = []
-    for cost, numel, owner in zip(costs, numels, owners, strict=True):
-        params.append(
-            SimpleNamespace(cost=cost, owner=owner, piece=SimpleNamespace(place=SimpleNamespace(numel=numel)))
-        )
-    return [
-        [next(k for k, one in enumerate(params) if one is each) for each in own] for own in plan_rounds(params, limit)
-    ]
-
-
-def _forced(costs: Sequence[float], ranks: int) -> float:
-    """What some rank has at least: the largest parameter, and two of the first N + 1 share a rank."""
-    ordered = sorted(costs, reverse=True)
-    return max([*ordered[:1], ordered[ranks - 1] + ordered[ranks] if len(costs) > ranks else 0.0])
+    for index, (cost, numel, owner) in enumerate(zip(costs, numels, owners, strict=True)):
+        piece = SimpleNamespace(place=SimpleNamespace(numel=numel))
+        params.append(SimpleNamespace(index=index, cost=cost, owner=owner, piece=piece))
+    return [[each.index for each in own] for own in plan_rounds(params, limit)]  # type: ignore[attr-defined]
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
 def test_no_rank_has_more_than_four_thirds_of_the_least_possible(costs: list[int], ranks: int) -> None:
-    """The least possible is at least the mean, and what large parameters force."""
+    """It is at least the mean and the largest parameter, and two of the first N + 1 share a rank."""
     loads = [0.0] * ranks
     owners = assign_owners(costs, loads)
     assert loads == [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == k) for k in range(ranks)]
     assert owners == assign_owners(list(costs), [0.0] * ranks)
-    least = max([sum(costs) / ranks, _forced(costs, ranks)])
+    ordered = [*sorted(costs, reverse=True), *[0] * (ranks + 1)]
+    least = max(sum(costs) / ranks, ordered[0], ordered[ranks - 1] + ordered[ranks])
     assert max(loads) <= 4 / 3 * least + 1e-9
 
 

@@ -27,20 +27,13 @@ from tests.optim.muon import muon_in_fp32
 from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, whole
 from tests.optim.test_whole_state import Odd
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, full_weights, seed, stack_step, train_stack
+from tests.reference import FP32, Call, assert_same, built, full_weights, seed, sharded_model, stack_step, train_stack
 
 STEPS = 4
 Backward = Callable[[int], Any]
 
 
-def _model(build: Callable[[], nn.Module] = Mixed, *, sharded: bool = True, **settings: Any) -> Any:
-    seed(3)
-    model = build()
-    return StreamShard(model, **{"precision": FP32, **settings}) if sharded else model
-
-
 def _optimizer(model: nn.Module, params: Any = None, kind: type[Optimizer] = torch.optim.Muon, **options: Any) -> Any:
-    """Of matrices: plain for the plain model."""
     params = _matrices(model) if params is None else params
     return whole(model, params, kind, **{"lr": 0.02, "round_size": 1024, **options})
 
@@ -62,7 +55,7 @@ def _assert_like_plain(
     **settings: Any,
 ) -> None:
     """`program` ends with the same weights on a sharded model as on a plain one."""
-    found, wanted = _model(build, **settings), _model(build, sharded=False)
+    found, wanted = sharded_model(build, **settings), built(build)
     for model in (wanted, found):
         program(model, make(model), _backward(model, context))
     assert_same(full_weights(found), full_weights(wanted), "weights", NEAR)
@@ -178,7 +171,7 @@ def test_accumulated_gradients_are_stepped_once(context: RankContext) -> None:
 @on_ranks(2)
 def test_parameters_of_a_plain_module_are_stepped_by_every_rank(context: RankContext, tmp_path: Path) -> None:
     """All ranks compute the same, also after the state was collected and loaded."""
-    model = _model()
+    model = sharded_model(Mixed)
     seed(4)
     head = nn.Linear(5, 3)
     params = [*model.parameters(), *head.parameters()]
@@ -207,7 +200,7 @@ def test_parameters_of_a_plain_module_are_stepped_by_every_rank(context: RankCon
 @on_ranks(2)
 def test_parameters_of_two_models_are_refused(context: RankContext) -> None:
     """The error names a parameter of the second model, at every step."""
-    first, second = _model(), _model(NormStack)
+    first, second = sharded_model(Mixed), sharded_model(NormStack)
     optimizer = _optimizer(first, [*_matrices(first), *_matrices(second)])
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"'layers.0.linear.weight' is of another model.*one .* for each model"):
@@ -217,8 +210,7 @@ def test_parameters_of_two_models_are_refused(context: RankContext) -> None:
 @on_ranks(2)
 def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext) -> None:
     """And after it has stepped."""
-    seed(3)
-    found, wanted = Mixed(), _model(sharded=False)
+    found, wanted = built(Mixed), built(Mixed)
     kind = torch.optim.Adafactor
     optimizer = WholeParameterOptimizer(found.parameters(), kind, lr=0.02, round_size=1024)
     its = kind(wanted.parameters(), lr=0.02)

@@ -25,8 +25,6 @@ def _units(model: nn.Module, *named: str) -> list[str]:
 
 
 class Parts(nn.Module):
-    """Of the modules given; nobody calls it."""
-
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
         for name, part in parts.items():
@@ -76,8 +74,6 @@ def test_every_large_list_of_a_transformers_model_is_found(name: str) -> None:
 
 
 class Stage(nn.Module):
-    """With something beside its list."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first = nn.LayerNorm(width)

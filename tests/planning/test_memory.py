@@ -15,25 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import StreamShard
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.nested import tensors_in
-from streamshard.tools.memory import MemoryReport
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, adamw, case, engine_inside, lm_step, stack_step
+from tests.reference import adamw, case, engine_inside, lm_step, sharded_model, stack_step
 from tests.scenarios import BF16, PRECISIONS, RoutedStack, over_sockets, sharded, train
 from tests.simulated import simulated_device
 
-
-def _report(model: nn.Module) -> MemoryReport:
-    assert isinstance(model, StreamShard)
-    report = model.memory_report()
-    assert isinstance(report, MemoryReport)
-    return report
-
-
-MODELS = {
-    "a language model": lambda: TinyLM(TinyConfig(depth=3)),
-    "layers of different sizes": lambda: Stack((16, 3, 40, 1, 24)),
-}
+MODELS: list[tuple[Any, Any]] = [
+    (lambda: TinyLM(TinyConfig(depth=3)), lm_step),
+    (lambda: Stack((16, 3, 40, 1, 24)), stack_step),
+]
 
 
 @on_ranks()
@@ -43,29 +34,24 @@ MODELS = {
 )
 def test_the_report_is_of_what_is_held(context: RankContext, way: str, precision: str) -> None:
     """Before the first step, after two, and where main grads have no memory. How much that is: `training/test_dial`."""
-    for name, build in MODELS.items():
-        with case(name), over_sockets() if way == "sockets" else nullcontext():
-            model = StreamShard(build(), precision=PRECISIONS[precision])
-            assert _report(model).start_bytes == sum(_reachable_storages(model).values())
-            _train(model, context, steps=2)
-            report = _report(model)
+    for build, step in MODELS:
+        with case(step.__name__), over_sockets() if way == "sockets" else nullcontext():
+            model: Any = StreamShard(build(), precision=PRECISIONS[precision])
+            assert model.memory_report().start_bytes == sum(_reachable_storages(model).values())
+            optimizer = adamw(model)
+            for number in range(2):
+                step(model, context.call(number))
+                optimizer.step()
+                optimizer.zero_grad()
+            report = model.memory_report()
             held_bytes = report.total_bytes - report.held_bytes["scratch"]  # which has memory in a backward only
             assert held_bytes == sum(_reachable_storages(model).values())
             with torch.no_grad():  # a forward finds no gradients
-                model(torch.zeros(1, 4, dtype=torch.long) if name == "a language model" else torch.zeros(4, DIM))
+                model(torch.zeros(4, DIM, dtype=torch.long)[:, :4] if step is lm_step else torch.zeros(4, DIM))
             assert report.start_bytes == held_bytes - (context.world_size > 1) * report.held_bytes["main grads"]
-            assert _report(model).start_bytes == sum(_reachable_storages(model).values())
+            assert model.memory_report().start_bytes == sum(_reachable_storages(model).values())
             assert report.numel == sum(param.numel() for param in build().parameters())
             assert report.world_size == context.world_size
-
-
-def _train(model: nn.Module, context: RankContext, steps: int) -> None:
-    optimizer = adamw(model)
-    for number in range(steps):
-        call = context.call(number)
-        lm_step(model, call) if isinstance(model, TinyLM) else stack_step(model, call)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def _reachable_storages(model: nn.Module) -> dict[int, int]:
@@ -95,7 +81,6 @@ def _reachable_storages(model: nn.Module) -> dict[int, int]:
 
 
 def _tensors_behind(start: object) -> Iterator[torch.Tensor]:
-    """Every tensor that objects of the package hold, directly or in containers."""
     seen: set[int] = set()
     todo = [start]
     while todo:
@@ -156,7 +141,7 @@ class _Largest(TorchDispatchMode):
 @on_ranks(2)
 def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> None:
     """Weights are gathered and gradients reduced in place: a step makes activations and gradients, not copies."""
-    model = StreamShard(RoutedStack(), precision=FP32)
+    model = sharded_model(RoutedStack)
     call = context.call(0)
     stack_step(model, call)
     unit_numel = engine_inside(model).units[1].layout.numel
@@ -166,14 +151,6 @@ def test_forward_and_backward_allocate_no_whole_unit(context: RankContext) -> No
 
 
 # -- while a model is built -------------------------------------------------------------------------------------------
-
-
-class Wide(nn.Module):
-    """4 MiB for each matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(12)])
 
 
 def _walk(events: Sequence[Any]) -> Iterator[Any]:
@@ -187,7 +164,7 @@ def _walk(events: Sequence[Any]) -> Iterator[Any]:
 def test_building_takes_no_more_than_what_stays_and_a_unit(context: RankContext) -> None:
     """The model's own memory goes unit by unit, before there is any for gradients: 48 MiB that are not there twice."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, simulated_device():
-        model = StreamShard(Wide(), precision=BF16)
+        model = StreamShard(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))), precision=BF16)
     assert len(list(model.parameters())) == 24
     kind = torch._C._profiler._EventType.Allocation
     events = [e for e in _walk(profiled.profiler.kineto_results.experimental_event_tree()) if e.tag == kind]

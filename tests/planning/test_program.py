@@ -51,9 +51,9 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.integers(0, UNITS - 1), max_size=15), label="used"):
         issued += schedule.reach(unit)
-    issued += schedule.finish()
+    issued += schedule.advance_to()
     assert issued == [op for ops in plan_steps(visits, slots, reduce=reduce) for op in ops]
-    assert schedule.finish() == []
+    assert schedule.advance_to() == []
 
 
 READS: dict[str, tuple[list[int], int, bool, list[int]]] = {  # units that ran, what is read, by a layer; the log
@@ -74,7 +74,7 @@ def test_a_unit_that_is_read_before_its_visit_is_reduced_after_its_readers(what:
         schedule.reach(unit)
     for _ in range(3):
         schedule.read(read, is_inside=is_inside)
-    schedule.finish()
+    schedule.advance_to()
     assert schedule.log == log
     before, last = ran[: len(ran) - is_inside], ran[len(ran) - is_inside :]
     assert schedule.used == [*before, *([] if before[-1:] == [read] else [read]), *last]
@@ -86,7 +86,7 @@ def test_a_unit_that_a_rank_requests_is_visited_once_more() -> None:
     for unit in (0, 2):
         schedule.reach(unit)
     assert schedule.is_out_of_order(1)
-    schedule.finish()
+    schedule.advance_to()
     schedule.add_request(1)
     assert schedule.reach(1) == []
     assert (schedule.log, schedule.used) == ([0, 1, 2, 1], [0, 2, 1])

@@ -56,8 +56,6 @@ def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]
 
 
 class Towers(nn.Module):
-    """Lists of layers of the given sizes; `main` has 16 layers."""
-
     def __init__(self, **sizes: tuple[int, int]) -> None:
         super().__init__()
         for name, (count, width) in {**sizes, "main": (16, 1024)}.items():
@@ -111,8 +109,9 @@ def test_an_impossible_resident_module_is_named(resident: Any, message: str) -> 
 
 @on_ranks(2)
 def test_it_trains_like_plain_pytorch(context: RankContext) -> None:
-    """Layers, what is beside them, and pairs of layers around a resident one; units that have no parameters left."""
+    """Layers, what is beside them, and pairs of layers around a resident one; units of any kind; with no parameters."""
     for settings in (
+        {"units": ["head", "layers.1", "layers.2.linear"]},
         {"resident": ["layers.1", "head"]},
         {"resident": ["layers.2"], "min_unit_size": 8 * DIM * DIM},
         {"resident": ["first", "layers.1.linear"]},

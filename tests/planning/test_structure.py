@@ -17,17 +17,17 @@ from streamshard import StreamShard
 from streamshard.errors import ConfigError, ShardingError, StreamShardError
 from streamshard.planning.structure import check_params
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
-    Call,
     adamw,
     assert_same,
     assert_trains_like_plain,
     counted_collectives,
     lm_step,
     sgd,
+    sharded_model,
     stack_step,
     train_stack,
 )
@@ -79,46 +79,29 @@ def test_the_model_is_the_same_object_of_a_class_of_the_same_name(context: RankC
 # ---------------------------------------------------------------------------------------------- memory
 
 
-def _tied_by_data(model: Any) -> None:
-    model.layers[2].linear.weight = nn.Parameter(model.layers[0].linear.weight.data)
-
-
-def _overlapping(model: Any) -> None:
-    flat = torch.randn(DIM * DIM + 4)
-    model.layers[0].linear.weight.data = flat[: DIM * DIM].view(DIM, DIM)
-    model.layers[2].linear.weight.data = flat[4:].view(DIM, DIM)
-
-
-def _expanded(model: Any) -> None:
-    model.layers[2].linear.weight = nn.Parameter(torch.randn(1, DIM).expand(DIM, DIM))
-
-
-def _watched_by_a_buffer(model: Any) -> None:
-    model.layers[2].register_buffer("view", model.layers[2].linear.weight.detach().view(-1)[:3])
-
-
-SHARED = (
-    (_tied_by_data, r"layers\.0\.linear\.weight.*layers\.2\.linear\.weight.*share memory"),
-    (_overlapping, r"layers\.0\.linear\.weight.*layers\.2\.linear\.weight.*share memory"),
-    (_expanded, r"layers\.2\.linear\.weight.*expanded"),
-    (_watched_by_a_buffer, r"'layers\.2\.\S*' and 'layers\.2\.\S*' share memory"),
-)
-
-
-def test_parameters_that_share_memory_are_refused_by_name() -> None:
+def test_parameters_that_share_memory_or_never_train_are_refused_by_name() -> None:
     """Two Parameters over one storage are tied in torch, and would be untied by their shards.
 
-    Views that do not overlap are fine: flattened models, and loaded files.
+    Views that do not overlap are fine: flattened models, and loaded files. Nothing made in inference mode trains.
     """
-    for change, message in SHARED:
-        model: Any = Stack()
-        change(model)
+    both, flat = r"layers\.0\.linear\.weight.*layers\.2\.linear\.weight.*share memory", torch.randn(2 * DIM * DIM)
+    models: list[Any] = [Stack() for _ in range(5)]
+    tied, overlapping, expanded, watched, apart = (model.layers for model in models)
+    tied[2].linear.weight = nn.Parameter(tied[0].linear.weight.data)
+    overlapping[0].linear.weight.data, overlapping[2].linear.weight.data = (
+        flat[start : start + DIM * DIM].view(DIM, DIM) for start in (0, 4)
+    )
+    expanded[2].linear.weight = nn.Parameter(torch.randn(1, DIM).expand(DIM, DIM))
+    watched[2].register_buffer("view", watched[2].linear.weight.detach().view(-1)[:3])
+    apart[0].linear.weight.data, apart[1].linear.weight.data = flat.view(2, DIM, DIM)
+    *models, model = models
+    with torch.inference_mode():
+        models.append(Stack())
+    messages = [both, both, r"layers\.2\.linear\.weight.*expanded", r"'layers\.2\.\S*' and 'layers\.2\.\S*' share"]
+    messages.append(r"layers\.0\.linear\.weight.*inference_mode.*build or load")
+    for shared, message in zip(models, messages, strict=True):
         with pytest.raises(ShardingError, match=message):
-            check_params(model)
-    model = Stack()
-    flat = torch.randn(2 * DIM * DIM)
-    model.layers[0].linear.weight.data = flat[: DIM * DIM].view(DIM, DIM)
-    model.layers[1].linear.weight.data = flat[DIM * DIM :].view(DIM, DIM)
+            check_params(shared)
     assert check_params(model) == torch.device("cpu")
     assert check_params(TinyLM(TinyConfig(tied=True))) == torch.device("cpu")  # one Parameter under two names
 
@@ -177,7 +160,7 @@ def test_classes_of_any_layout_and_metaclass_train_like_plain_pytorch(
 @on_ranks(2)
 def test_layers_of_a_sharded_model_cannot_be_cast_or_emptied(context: RankContext) -> None:
     """The layer's own ``.half()`` is refused as the model's is."""
-    model = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     for change in (lambda m: m.half(), lambda m: m.double(), lambda m: m.to(torch.bfloat16), lambda m: m.to("meta")):
         for module in (model, model.layers[0]):
             with pytest.raises(ShardingError, match=f"{type(module).__name__} is sharded by StreamShard"):
@@ -204,18 +187,10 @@ def test_inference_mode_leaves_nothing_behind_that_cannot_train(context: RankCon
     model.seen.add_(1)
 
 
-def test_a_model_made_in_inference_mode_is_refused() -> None:
-    """torch never lets its parameters train; that is not a rank's death."""
-    with torch.inference_mode():
-        model = Stack()
-    with pytest.raises(ShardingError, match=r"layers\.0\.linear\.weight.*inference_mode.*build or load"):
-        check_params(model)
-
-
 @on_ranks(2)
 def test_transforms_that_differentiate_are_refused_and_vmap_is_not(context: RankContext) -> None:
     """`torch.func.grad` and its kin cannot see through gathers; the error says what can."""
-    model = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     x = vector_batch(0, context.rank)
     for transform in (
         lambda: torch.func.grad(lambda x: model(x).sum())(x),
@@ -248,7 +223,7 @@ def test_a_group_without_this_rank_is_refused_by_what_it_is(context: RankContext
 @on_ranks(2)
 def test_a_layers_forward_outside_of_a_pass_raises_and_names_the_parameter(context: RankContext) -> None:
     """The error is not about shapes that do not match. Printing a parameter works."""
-    model: Any = StreamShard(TinyLM(), precision=FP32)
+    model = sharded_model(TinyLM)
     x = torch.zeros(2, 3, DIM)
     for call, name in (
         (lambda: model.blocks[0].up(x), "up"),
@@ -256,9 +231,8 @@ def test_a_layers_forward_outside_of_a_pass_raises_and_names_the_parameter(conte
         (lambda: model.blocks[0].forward(x), "attention_norm"),
         (lambda: model.blocks[0].attention.forward(x), "attention"),
     ):
-        with pytest.raises(
-            ShardingError, match=rf"'blocks\.0\.{name}[a-z.]*' outside of its model's forward: this rank"
-        ):
+        told = rf"'blocks\.0\.{name}[a-z.]*' outside of its model's forward: this rank"
+        with pytest.raises(ShardingError, match=told):
             call()
     assert model.blocks[0].up.weight.ndim == 2
     assert model.blocks[0](x).shape == x.shape
@@ -269,7 +243,7 @@ def test_a_layers_forward_outside_of_a_pass_raises_and_names_the_parameter(conte
 @pytest.mark.parametrize("hook", ["register_forward_hook", "register_full_backward_hook"])
 def test_collecting_weights_during_a_pass_raises(context: RankContext, hook: str) -> None:
     """In hooks of forward and of backward; the step goes on."""
-    model: Any = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     whole = model.full_state_dict(rank0_only=False)
     calls: dict[str, Callable[[], object]] = {
         "state_dict": model.state_dict,

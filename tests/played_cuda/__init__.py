@@ -30,8 +30,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["play"]
-
 TOTAL_BYTES = 16 << 30
 SOURCE = Path(__file__).with_name("device.cpp")
 FLAGS = ("-O1", "-w", "-DUSE_C10D")
@@ -194,13 +192,7 @@ def _give_streams(device: Any) -> None:
             return 0, -5
 
     class _CudaEventBase(torch.Event):
-        def __new__(
-            cls,
-            enable_timing: bool = False,
-            blocking: bool = False,
-            interprocess: bool = False,
-            external: bool = False,
-        ) -> Any:
+        def __new__(cls, enable_timing: bool = False, *others: Any, **named: Any) -> Any:
             return super().__new__(cls, "cuda", enable_timing=enable_timing)
 
         def record(self, stream: Any = None) -> None:

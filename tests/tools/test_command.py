@@ -33,38 +33,28 @@ def _save(context: RankContext, directory: Path, *numbers: int) -> None:
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of two ranks, 9 and 10."""
     directory = tmp_path_factory.mktemp("runs") / "saved"
     ranks(2).run(_save, directory, 9, 10)
     return directory
 
 
-# ------------------------------------------------------------------------------------------------ inspect
-
-
-def test_inspect_says_what_a_checkpoint_holds(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_says_what_a_checkpoint_holds(saved: Path, command: Any) -> None:
     """Time, ranks and bytes, and each tensor if asked. It reads the files."""
-    assert main(["inspect", str(saved / "checkpoint-10"), "--tensors"]) == 0
-    first, *lines, last = capsys.readouterr().out.splitlines()
+    first, *lines, last = command("inspect", saved / "checkpoint-10", "--tensors").splitlines()
     assert re.fullmatch(r"checkpoint-10 +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  2 rank\(s\)  0\.\d MB, latest", first)
     rows = dict(line.split(maxsplit=1) for line in lines)
     assert rows["optimizer/model/embedding.weight.exp_avg"] == "float32  [48, 16]"
     assert last == "verified: all is as written"
 
 
-def test_inspect_of_a_directory_prints_a_line_for_each_checkpoint(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By number. The latest is marked."""
-    assert main(["inspect", f"{Kept.protocol}://{saved}"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
+def test_inspect_of_a_directory_prints_a_line_for_each_checkpoint(saved: Path, command: Any) -> None:
+    first, second = command("inspect", f"{Kept.protocol}://{saved}").splitlines()
     assert first.startswith("checkpoint-9 ") and first.endswith("MB")
     assert second.startswith("checkpoint-10 ") and second.endswith("MB, latest")
 
 
 @pytest.mark.parametrize("damage", ["flip", "lose", "manifest"])
 def test_inspect_finds_damage(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
-    """One flipped bit of any file, or one that is missing: exit code 1 and the file's name."""
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     bad = tmp_path / "checkpoint-10"
     file = bad / ("checkpoint.json" if damage == "manifest" else "rank-00001-of-00002.safetensors")
@@ -81,9 +71,7 @@ def test_inspect_finds_damage(saved: Path, tmp_path: Path, capsys: pytest.Captur
     assert "damaged" not in one and ("damaged" in two) == (damage != "flip")  # a list reads no tensors
 
 
-def test_control_characters_from_a_checkpoint_are_not_printed(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_from_a_checkpoint_are_not_printed(saved: Path, tmp_path: Path, capsys: Any) -> None:
     """Names in a malicious checkpoint could otherwise fake the output of a successful check."""
     attack = "\x1b]0;owned\x07\x1b[2K\rverified: all is as written\n\u202e\udcff"
     path = tmp_path / "run\x1b[2K\n" / "checkpoint-1"
@@ -110,9 +98,6 @@ def test_control_characters_from_a_checkpoint_are_not_printed(
     assert lines.count("verified: all is as written") == 1
     assert main(["inspect", os.fsdecode(bytes(tmp_path) + b"\xff")]) == 2
     assert "\\udcff" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ the command
 
 
 def test_errors_are_one_line_and_an_exit_code(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

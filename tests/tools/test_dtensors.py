@@ -16,9 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard import ConfigError, ShardingError, StreamShard, plan
-from streamshard.comm.streams import Collective, Observer
 from streamshard.tools.activations import LiveBytes
-from streamshard.tools.command import main
 from streamshard.tools.fit import Stage
 from streamshard.tools.model_source import builder_of
 from streamshard.torch_private import fake_ranks
@@ -28,7 +26,7 @@ from tests.ranks import RankContext, on_ranks
 from tests.reference import adamw, engine_inside
 from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
-from tests.tools.test_plan import SLOTS, _assert_equal, _config
+from tests.tools.test_plan import SLOTS, Sent, _assert_equal, _config
 from tests.training import test_expert_parallel as experts
 from tests.training import test_tensor_parallel as tensors
 
@@ -48,7 +46,6 @@ def build_parts(mesh: DeviceMesh) -> nn.Module:
 
 
 def build_experts(mesh: DeviceMesh) -> nn.Module:
-    """Eight experts in each layer."""
     model = experts._made()
     for layer in model.layers:
         layer.experts.place_on(mesh)
@@ -100,7 +97,6 @@ def test_a_plan_equals_the_live_memory_report(
 
 @on_ranks(2)
 def test_a_plan_of_tied_weights_equals_the_live_memory_report(context: RankContext, tmp_path: Path) -> None:
-    """By transformers' own plan, which has the head too."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
     build, world = builder_of(str(_config(tmp_path / str(context.rank), **sizes))), tensors._mesh(1, 2)
@@ -121,22 +117,6 @@ def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext)
         plan(_built("ep", 2)[0], 4, ep=2, offload="state")
 
 
-class _Sent(Observer):
-    """Counts the collectives of flat parameters that several ranks cut, and the bytes that this rank sends."""
-
-    def __init__(self, model: Any) -> None:
-        flats = [flat for unit in engine_inside(model).units for flat in unit.flat_params]
-        self._others = {flat.tag: flat.ranks.world_size - 1 for flat in flats}
-        self.count = self.sent_bytes = 0
-
-    def on_collective(self, stream: Any, collective: Collective, tag: Any, reads: Any, writes: Any) -> None:
-        """See `Observer.on_collective`."""
-        if others := self._others.get(tag, 0):
-            self.count += 1
-            whole = writes[0] if collective is Collective.ALL_GATHER else reads[0]
-            self.sent_bytes += whole.nbytes // (others + 1) * others
-
-
 @on_ranks(4)
 @pytest.mark.parametrize(("parallel", "size"), [("tp", 2), ("ep", 2)])
 def test_a_step_sends_what_the_plan_says(context: RankContext, parallel: str, size: int) -> None:
@@ -144,17 +124,13 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, parallel: str, si
     for number, slots in enumerate((SLOTS[0], SLOTS[2], SLOTS[3])):
         model, mesh = _built(parallel, size)
         live: Any = StreamShard(model, mesh=mesh, precision="fp32", **slots)
-        sent, stage = _Sent(live), planned.stages[number]
+        sent, stage = Sent(live), planned.stages[number]
         with engine_inside(live).streams.observed_by(sent):
             live(torch.arange(2 * 8).view(2, 8)).square().mean().backward()
-        assert (sent.count, sent.sent_bytes) == (stage.all_gathers + stage.reductions, stage.sent_bytes)
-
-
-# -- activations ------------------------------------------------------------------------------------------------------
+        assert (sent.counts.total(), sent.sent_bytes) == (stage.all_gathers + stage.reductions, stage.sent_bytes)
 
 
 def _true_peak(context: RankContext, config: str, *, is_checkpointed: bool) -> int:
-    """Bytes of tensors that a step of one rank of two makes, at most."""
     model: Any = builder_of(config)(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -186,33 +162,26 @@ def test_activations_equal_the_true_peak_of_a_step(ranks: Any, tmp_path: Path) -
         assert planned[is_checkpointed] == pytest.approx(measured, abs=256), is_checkpointed
 
 
-# -- what is printed, and what is refused -----------------------------------------------------------------------------
-
-
-def test_the_command_plans_transformers_own_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_transformers_own_plan(tmp_path: Path, command: Any) -> None:
     """docs/guide/parallelism.md: Llama 3 8B on 8 ranks, cut over 2."""
     config = str(_config(tmp_path))
-    assert main(["plan", config, "--ranks", "8", "--tp", "2"]) == 0
-    text = capsys.readouterr().out
+    words = ["plan", config, *["--ranks", "8", "--tp", "2"]]
+    text = command(*words)
     guide = (ROOT / "docs/guide/parallelism.md").read_text()
     assert text[: text.index("\n") + 1] in guide
     assert text[text.index("GiB per rank") : text.index("\n\narguments of")] in guide
-    assert main(["plan", config, "--tp", "2", "--budget", "18GiB", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(command("plan", config, *["--tp", "2", "--budget", "18GiB", "--json"]))
     assert (told["tp"], told["ep"], told["world_size"]) == (2, 1, 10)
 
 
-def test_the_command_plans_a_function_of_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_a_function_of_a_mesh(command: Any) -> None:
     """Of experts. Their exchange depends on the tokens, so their activations are not known."""
-    command = ["plan", f"{__name__}:build_experts", "--ranks", "4", "--ep", "2", "--batch", "2", "--seq", "8"]
-    assert main(command) == 0
-    text = capsys.readouterr().out
+    text = command("plan", f"{__name__}:build_experts", *["--ranks", "4", "--ep", "2", "--batch", "2", "--seq", "8"])
     assert text.startswith("MixtureLM: 106,616 parameters on 4 ranks (experts over 2), over nccl\n")
     assert "\nactivations: unknown, because the model does not run on 2 x 8 tokens without memory: " in text
 
 
-def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on standard error, and exit code 2."""
+def test_bad_input_is_named(tmp_path: Path, command: Any) -> None:
     pytest.importorskip("transformers").GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
     for model, options, told in (
         ("build_parts", "", "neither tp nor ep: the function takes the mesh of its DTensors"),
@@ -224,9 +193,7 @@ def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (None, "--tp 2", "transformers has no tensor parallel plan for GPT2LMHeadModel: give a function"),
     ):
         name = str(tmp_path) if model is None else f"{__name__}:{model}"
-        assert main(["plan", name, "--ranks", "4", *options.split()]) == 2
-        said = capsys.readouterr().err
-        assert told in said and said.startswith("streamshard plan: ") and said.count("\n") == 1, said
+        assert told in command("plan", name, "--ranks", 4, *options.split(), code=2)
         assert not dist.is_initialized()
     with pytest.raises(ShardingError, match="whose ranks shard the model: wanted experts stacked along dim 0"):
         plan(build_parts, 4, ep=2)
@@ -236,12 +203,10 @@ def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def without_a_mesh() -> nn.Module:
-    """No function of a model in parts."""
     return TinyLM()
 
 
 def without_a_plan(mesh: DeviceMesh) -> nn.Module:
-    """Forgets its mesh."""
     return TinyLM()
 
 

@@ -98,15 +98,13 @@ def test_what_is_printed_names_the_place(context: RankContext) -> None:
             engines = engine_inside(model), engine_inside(resident)
             texts = [explain_out_of_memory(engine).splitlines()[-1] for engine in engines]
     assert ['offload="state"' in text for text in texts] == [False, True]
-    report = model.memory_report()
+    report, other = model.memory_report(), resident.memory_report()
     rows = {" ".join(line.split()[:-4]): float(line.split()[-2]) for line in str(report).splitlines()[1:-1]}
-    wanted = {"device total": report.total_bytes, "device (Adam's chunks)": report.chunk_bytes}
-    wanted |= {"host total": report.host_total_bytes, "host (Adam's moments)": report.host_adam_bytes}
-    for name, n_bytes in wanted.items():
-        assert rows[name] == pytest.approx(n_bytes / report.numel, abs=0.005), name
-    assert not any(name.startswith("device main") for name in rows)
-    assert {line.split()[0] for line in str(resident.memory_report()).splitlines()[1:-1]}.isdisjoint({"device", "host"})
+    assert rows["device total"] == pytest.approx(report.total_bytes / report.numel, abs=0.005)
+    assert rows["host total"] == pytest.approx(report.host_total_bytes / report.numel, abs=0.005)
+    assert {line.split()[0] for line in str(other).splitlines()[1:-1]}.isdisjoint({"device", "host"})
     assert 'grad_slots=None; offload="state"; computes in' in repr(model) and "offload" not in repr(resident)
+    assert len(told.call_args_list) == (2 if context.rank == 0 else 0)
     if context.rank == 0:
         (text, *values), _ = told.call_args_list[0]
         assert " 0.00 GiB per rank and 0.00 GiB of host memory; " in text % tuple(values)

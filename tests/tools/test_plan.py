@@ -16,11 +16,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from streamshard import Precision, StreamShard, plan
 from streamshard.comm.streams import Collective, Observer, StreamName
-from streamshard.comm.transport import Transport
 from streamshard.config import ReductionMode
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.tools.activations import Activations, estimate_activations
@@ -28,15 +27,15 @@ from streamshard.tools.command import main
 from streamshard.tools.fit import Stage
 from streamshard.tools.host_time import MACHINES, Step
 from streamshard.tools.model_source import builder_of
-from streamshard.tools.plan import Plan
 from tests.integrations.models import make_model
 from tests.launched import ROOT
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, case, engine_inside, lm_step, stack_step
+from tests.reference import Call, adamw, case, engine_inside, lm_step, mesh_2d, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
 from tests.simulated import is_inside, simulated_device
 from tests.test_meta_device import on_meta
+from tests.tools.test_planner import half_frozen, no_activations
 
 SLOTS: tuple[dict[str, Any], ...] = (
     {"weight_slots": 2},
@@ -50,6 +49,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": lambda: TinyLM(TinyConfig(tied=True)),
     "batch norm": NormStack,
     "frozen": lambda: TinyLM().requires_grad_(False),
+    "T5": lambda: make_model("t5"),  # with wishes of its own for fp32
 }
 
 
@@ -95,12 +95,10 @@ def test_a_plan_equals_the_live_memory_report(context: RankContext, transport: s
 
 @on_ranks(4)
 @pytest.mark.parametrize(("transport", "in_order"), [("shared-memory", False), ("nccl", True)])
-def test_a_plan_of_two_replicas_equals_the_live_memory_report(
-    context: RankContext, transport: str, in_order: bool
-) -> None:
+def test_a_plan_of_two_replicas_equals_the_live_report(context: RankContext, transport: str, in_order: bool) -> None:
     """Also in rank order, where main grads have memory beside "all" gradient slots, and cut over replicas too."""
     with simulated_device() if transport == "nccl" else nullcontext():
-        mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = mesh_2d(2, 2)
         for dtype in (torch.bfloat16, torch.float32):
             precision = Precision(param_dtype=dtype, grad_dtype=torch.float32, sums_in_rank_order=in_order)
             is_cut = in_order is (dtype is torch.float32)
@@ -127,13 +125,6 @@ def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext,
 
 
 @on_ranks(2)
-def test_a_plan_of_a_transformers_model_equals_the_live_memory_report(context: RankContext) -> None:
-    """Also with its own wishes for fp32, and tied weights."""
-    pytest.importorskip("transformers")
-    _check(lambda: make_model("t5"), context.world_size, "shared-memory")
-
-
-@on_ranks(2)
 def test_a_plan_takes_the_arguments_of_streamshard(context: RankContext) -> None:
     """Units, resident modules, sizes of units, cuts and the wire's dtype. The model stays as it is."""
     model = TinyLM(TinyConfig(depth=6))
@@ -153,36 +144,41 @@ def test_a_plan_takes_the_arguments_of_streamshard(context: RankContext) -> None
         plan(model, 2)
 
 
-class _Sent(Observer):
-    """Counts the collectives of units, and the bytes that this rank sends for them."""
+class Sent(Observer):
+    """Counts the collectives of flat parameters that several ranks cut, and the bytes that this rank sends for them.
 
-    def __init__(self, units: int, transport: Transport) -> None:
-        self._units = units
-        self._transport = transport
+    Bytes to other replicas are counted apart; those of flags are not.
+    """
+
+    def __init__(self, model: Any, replicas: int = 1) -> None:
+        engine = engine_inside(model)
+        flats = [flat for unit in engine.units for flat in unit.flat_params]
+        self._sizes = {flat.tag: flat.ranks.world_size for flat in flats}
+        self._transport, self._replicas = engine.ranks.transport, replicas
         self.counts = Counter[Collective]()
-        self.sent_bytes = 0
+        self.sent_bytes = self.outer_bytes = 0
 
     def on_collective(self, stream: StreamName, collective: Collective, tag: Any, reads: Any, writes: Any) -> None:
-        """See `Observer.on_collective`."""
-        if tag is not None and tag < self._units:  # neither copies nor flags
+        if collective is Collective.COPY:
+            return
+        whole = reads[0] if collective is Collective.REDUCE_SCATTER else writes[0]
+        if stream is StreamName.REPLICA and whole.dtype is not torch.uint8:
+            ways = 2 if collective is Collective.ALL_REDUCE else 1
+            self.outer_bytes += ways * whole.nbytes * (self._replicas - 1) // self._replicas
+        elif (size := self._sizes.get(tag, 1)) > 1:
             self.counts[collective] += 1
-            whole, transport = writes[0] if collective is Collective.ALL_GATHER else reads[0], self._transport
             is_gather = collective is Collective.ALL_GATHER
-            dtype = whole.dtype if is_gather else transport.sent_dtype(ReductionMode.FP32, whole.dtype)
-            self.sent_bytes += whole.numel() * dtype.itemsize * (transport.world_size - 1) // transport.world_size
+            dtype = whole.dtype if is_gather else self._transport.sent_dtype(ReductionMode.FP32, whole.dtype)
+            self.sent_bytes += whole.numel() * dtype.itemsize * (size - 1) // size
 
 
 def _half_frozen() -> nn.Module:
-    model = TinyLM(TinyConfig(depth=6))
-    for module in (model.embedding, *model.blocks[:3]):
-        module.requires_grad_(False)
-    return model
+    return half_frozen(TinyConfig(depth=6))
 
 
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (2, {"offload": "state"})])
 def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[str, Any]) -> None:
-    """All-gathers, reductions and bytes of a training step, counted as they are issued."""
     models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
         (_half_frozen, lm_step),
         (lambda: TinyLM(TinyConfig(vocabulary=160, depth=6)), lm_step),
@@ -200,9 +196,8 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
             model = StreamShard(build(), **all_slots[number], **settings)
         optimizer = adamw(model)
         for count in range(3):  # from the second on, embedding and head take turns
-            engine = engine_inside(model)
-            sent = _Sent(sum(len(unit.flat_params) for unit in engine.units), engine.ranks.transport)
-            with engine.streams.observed_by(sent):
+            sent = Sent(model)
+            with engine_inside(model).streams.observed_by(sent):
                 step(model, Call(count, context.rank, context.world_size, 1.0))
             optimizer.step()
             optimizer.zero_grad()
@@ -211,37 +206,22 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
         assert sent.sent_bytes == planned.sent_bytes
 
 
-class _SentOverReplicas(Observer):
-    """Counts the bytes that this rank sends to other replicas."""
-
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
-        self.sent_bytes = 0
-
-    def on_collective(self, stream: StreamName, collective: Collective, tag: Any, reads: Any, writes: Any) -> None:
-        """See `Observer.on_collective`."""
-        if stream is StreamName.REPLICA and writes[0].dtype is not torch.uint8:  # flags
-            whole = reads[0] if collective is Collective.REDUCE_SCATTER else writes[0]
-            ways = 2 if collective is Collective.ALL_REDUCE else 1
-            self.sent_bytes += ways * whole.nbytes * (self._replicas - 1) // self._replicas
-
-
 @on_ranks(4)
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_step_sends_other_replicas_what_the_plan_says(context: RankContext, is_cut: bool) -> None:
     """Averages of main grads; with state over all ranks weights and gradients."""
-    mesh = init_device_mesh("cpu", (2, context.world_size // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_2d(2, 2)
     planned = plan(_half_frozen, context.world_size // 2, replicas=2, shard_over_replicas=is_cut)
     with simulated_device():
         model = StreamShard(_half_frozen(), mesh=mesh, shard_over_replicas=is_cut)
     optimizer = adamw(model)
     for count in range(2):  # frozen weights cross once
-        sent = _SentOverReplicas(2)
+        sent = Sent(model, replicas=2)
         with engine_inside(model).streams.observed_by(sent):
             lm_step(model, Call(count, context.rank, context.world_size, 1.0))
         optimizer.step()
         optimizer.zero_grad()
-    assert sent.sent_bytes == planned.stages[0].outer_bytes > 0
+    assert sent.outer_bytes == planned.stages[0].outer_bytes > 0
 
 
 @on_ranks(2)
@@ -252,8 +232,7 @@ def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: Rank
         return TinyLM(TinyConfig(vocabulary=160))
 
     def loss_of(model: Any, number: int) -> torch.Tensor:
-        loss: torch.Tensor = model(token_batch(number, context.rank)).float().logsumexp(-1).mean()
-        return loss
+        return model(token_batch(number, context.rank)).float().logsumexp(-1).mean()
 
     def loop(model: Any) -> None:
         with model.no_sync():
@@ -270,10 +249,9 @@ def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: Rank
     for stage, slots, step in cells:
         with case((slots, step.__name__)), simulated_device():
             model = StreamShard(build(), **slots)
-            engine = engine_inside(model)
             for _ in range(3):
-                sent = _Sent(sum(len(unit.flat_params) for unit in engine.units), engine.ranks.transport)
-                with engine.streams.observed_by(sent):
+                sent = Sent(model)
+                with engine_inside(model).streams.observed_by(sent):
                     step(model)
                 model.zero_grad()
             if step is loop:
@@ -283,9 +261,6 @@ def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: Rank
             assert sent.counts[Collective.ALL_GATHER] == stage.all_gathers
             assert sent.counts[Collective.REDUCE_SCATTER] == stage.reductions
             assert sent.sent_bytes == stage.sent_bytes
-
-
-# -- what is printed ------------------------------------------------------------------------------------------------
 
 
 def _config(directory: Path, **sizes: Any) -> Path:
@@ -327,39 +302,16 @@ def test_llama_3_8b_on_8_ranks_takes_what_the_guide_says(tmp_path: Path) -> None
     assert zero_3.sent_bytes - in_order.sent_bytes == pytest.approx(7 / 8 * 2 * planned.numel, rel=1e-3)
 
 
-def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same numbers, of a config or its directory."""
-    command = ["plan", str(_config(tmp_path)), "--ranks", "8", "--slots", "4", "--budget", "30GiB"]
-    assert main(command) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "activations are not counted: give batch and seq"
-    rows = {line[:24].strip(): line[24:].split() for line in lines if line.startswith("  ")}
-    assert rows["weight_slots"] == ["2", "4", "all", "all"]
-    assert (
-        lines[-3] == "of 30.00 GiB per rank, 3.00 GiB stay free for fragmentation, the CUDA context and NCCL (assumed)"
-    )
-    assert lines[-2:] == ["fits: ZeRO-3, 4 slots", "take: 4 slots"]
-    assert main(["plan", str(tmp_path), *command[2:], "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {field.name for field in dataclasses.fields(Plan)} == told.keys()
-    assert [f"{stage['total_bytes'] / 2**30:.2f}" for stage in told["stages"]] == rows["total"]
-
-
-def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(tmp_path: Path, command: Any) -> None:
     """docs/guide/commands.md: memory in both places, and the time of a step. JSON has the same numbers."""
-    command = ["plan", str(_config(tmp_path)), "--ranks", "1", "--offload", "state", "--machine", "pcie5"]
-    command += ["--batch", "4", "--seq", "8192", "--micro-batches", "2", "--checkpointing"]
-    nothing = Activations(0, 0)
-    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=nothing):  # takes seconds
-        assert main(command) == 0
-        text = capsys.readouterr().out
-        assert main([*command, "--link", "10GB/s", "--json"]) == 0
+    words = ["plan", _config(tmp_path).parent, "--ranks", 1, "--offload", "state", "--machine", "pcie5"]
+    words += ["--batch", 4, "--seq", 8192, "--micro-batches", 2, "--checkpointing"]
+    with no_activations:
+        text = command(*words)
+        told = json.loads(command(*words, "--link", "10GB/s", "--json"))
     guide = (ROOT / "docs/guide/commands.md").read_text()
     assert text[text.index("GiB per rank") : text.index("\n\nsent by")] in guide
     assert text[text.index("ZeRO-3, a step") :] in guide
-    told = json.loads(capsys.readouterr().out)
     assert told["stages"][0]["host_total_bytes"] == 18 * told["numel"]
     assert told["step"]["machine"] == {"link": 10e9, "host_memory": 150e9, "flops": 400e12, "ranks": 1}
     assert told["step"]["passes"][0]["in_bytes"] == 16 * told["numel"]
@@ -394,10 +346,10 @@ def test_a_budget_that_is_too_small_says_how_to_find_what_fits(capsys: pytest.Ca
     assert said.err == "streamshard plan: nothing fits the budget\n"
 
 
-def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, command: Any) -> None:
     """docs/guide/commands.md: with its activations, for 8 ranks and for the fewest."""
     guide = (ROOT / "docs/guide/commands.md").read_text()
-    command = ["plan", str(_config(tmp_path)), "--batch", "1", "--seq", "8192", "--budget"]
+    words = ["plan", _config(tmp_path), "--batch", "1", "--seq", "8192", "--budget"]
     found = list[Activations]()
 
     def estimate(*args: Any, **kwargs: Any) -> Activations:
@@ -407,20 +359,16 @@ def test_what_fits_llama_3_8b_is_what_the_guide_says(tmp_path: Path, capsys: pyt
 
     for options, begin in (("80GiB --ranks 8", "activations, GiB"), ("80G", "fits with")):
         with mock.patch("streamshard.tools.planner.estimate_activations", estimate):
-            assert main([*command, *options.split()]) == 0
-        said = capsys.readouterr().out
+            said = command(*words, *options.split())
         assert said[said.index(begin) :] in guide and said[: said.index("\n")] in guide
 
 
-def test_the_command_plans_the_model_of_a_function(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_plans_the_model_of_a_function(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     """In a file of the current directory too. Activations are of its only argument."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model_28.py").write_text("from tests.models import TinyLM\ndef build(): return TinyLM()\n")
-    command = ["plan", "my_model_28:build", "--ranks", "2", "--precision", "fp32"]
-    assert main([*command, "--batch", "3", "--seq", "8", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    words = "plan my_model_28:build --ranks 2 --precision fp32 --batch 3 --seq 8 --json"
+    told = json.loads(command(*words.split()))
     assert told["model"] == "TinyLM"
     wanted = plan(on_meta(TinyLM), 2, precision="fp32")
     assert told["stages"] == json.loads(json.dumps([dataclasses.asdict(stage) for stage in wanted.stages]))
@@ -428,7 +376,7 @@ def test_the_command_plans_the_model_of_a_function(
     sys.path.remove(str(tmp_path))
 
 
-def test_the_command_takes_the_arguments_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_the_arguments_of_plan(command: Any) -> None:
     units = {"units": ["Block", "embedding"], "resident": ["blocks.1"], "min_unit_size": "16KiB"}
     in_order = {"replicas": 3, "precision": Precision(param_dtype=torch.float32, sums_in_rank_order=True)}
     for options, arguments in (
@@ -436,17 +384,14 @@ def test_the_command_takes_the_arguments_of_plan(capsys: pytest.CaptureFixture[s
         ("--replicas 3 --precision fp32 --sums-in-rank-order", in_order),
         ("--replicas 3 --shard-over-replicas", {"replicas": 3, "shard_over_replicas": True}),
     ):
-        command = ["plan", "tests.models:TinyLM", "--ranks", "2", *options.split()]
+        words = ["plan", "tests.models:TinyLM", "--ranks", "2", *options.split()]
         wanted = plan(TinyLM, 2, **arguments)  # type: ignore[arg-type]
-        assert main([*command, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(wanted)))
-        assert main(command) == 0
-        assert (text := capsys.readouterr().out) == f"{wanted}\n"
+        assert json.loads(command(*words, "--json")) == json.loads(json.dumps(dataclasses.asdict(wanted)))
+        assert (text := command(*words)) == f"{wanted}\n"
     assert "parameters on 2 ranks in each of 3 replicas" in text and "MiB to other replicas" in text
 
 
 def test_arguments_that_a_plan_cannot_have_are_named() -> None:
-    """It has no process group. Others that nobody knows are refused as by StreamShard."""
     for given, told in (
         ({"mesh": None}, "mesh: a plan is of the ranks that share one replica.*world_size"),
         ({"replicas": 0}, "replicas=0: wanted a positive number"),
@@ -458,15 +403,20 @@ def test_arguments_that_a_plan_cannot_have_are_named() -> None:
             {"accumulate": 4, "step": Step(MACHINES["pcie5"], micro_batches=2), "seq": 8},
             "micro_batches=2, accumulate=4: wanted one of the two",
         ),
+        (
+            {"step": Step(MACHINES["pcie5"]), "batch": 2, "seq": 8},
+            'copies nothing from host memory: give offload="state',
+        ),
         ({"accumulate": 4, "tp": 2}, "model.accumulate: the model has DTensors .*loop with loss.backward"),
     ):
         with pytest.raises(ConfigError, match=told):
             plan(TinyLM, 8, **given)  # type: ignore[arg-type]
+    for name in ("micro_batches", "active"):
+        with pytest.raises(ConfigError, match=f"{name}=0: wanted a positive number"):
+            Step(MACHINES["pcie5"], **{name: 0})  # type: ignore[arg-type]
 
 
-def test_without_ranks_the_command_plans_the_fewest_that_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_ranks_the_command_plans_the_fewest_that_fit(tmp_path: Path, command: Any) -> None:
     """With all options. One rank, if it suffices or none does; multiples of those that DTensors are cut over."""
     config = str(_config(tmp_path, num_hidden_layers=4))
     for options, count, given in (
@@ -479,30 +429,23 @@ def test_without_ranks_the_command_plans_the_fewest_that_fit(
         step = Step(MACHINES["pcie5"]) if "seq" in given else None
         budget = options.split()[1]
         wanted = plan(builder_of(config), count, budget=budget, step=step, **given)
-        assert main(["plan", config, *options.split()]) == int(budget == "2GiB")
-        assert capsys.readouterr().out == f"{wanted}\n", options
+        assert command("plan", config, *options.split(), code=int(budget == "2GiB")) == f"{wanted}\n", options
         if (fewer := count - given.get("tp", 1)) > 0:
             fit = plan(builder_of(config), fewer, budget=budget, **given).fit
             assert fit is not None and fit.choice is None
-    assert main(["plan", config]) == 2
-    assert "give --ranks, or --budget" in capsys.readouterr().err
+    assert "give --ranks, or --budget" in command("plan", config, code=2)
     with pytest.raises(ConfigError, match="world_size=None: wanted the number of ranks, or a budget"):
         plan(TinyLM)
 
 
-def test_accumulation_pays_where_a_loop_waits_for_the_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accumulation_pays_where_a_loop_waits_for_the_link(tmp_path: Path, command: Any) -> None:
     """docs/guide/accumulation.md: between ranks, and from host memory."""
-    guide, nothing = (ROOT / "docs/guide/accumulation.md").read_text(), Activations(0, 0)
-    command = ["plan", str(_config(tmp_path)), "--accumulate", "8", "--checkpointing", "--batch", "1"]
+    guide = (ROOT / "docs/guide/accumulation.md").read_text()
+    words = ["plan", _config(tmp_path), *["--accumulate", "8", "--checkpointing", "--batch", "1"]]
     ranks = ["--ranks", "8", "--seq", "4096", "--machine", "pcie5", "--flops", "165T", "--link"]
-    with mock.patch("streamshard.tools.planner.estimate_activations", return_value=nothing):  # takes seconds
-        assert main([*command, *ranks, "25GB/s"]) == 0
-        between_ranks = capsys.readouterr().out
-        assert main([*command, *ranks, "400GB/s"]) == 0
-        fast = capsys.readouterr().out
-        offload = ["--ranks", "1", "--seq", "8192", "--offload", "state", "--machine", "pcie5"]
-        assert main([*command, *offload]) == 0
-        from_host = capsys.readouterr().out
+    with no_activations:
+        between_ranks, fast = (command(*words, *ranks, link) for link in ("25GB/s", "400GB/s"))
+        from_host = command(*words, *["--ranks", "1", "--seq", "8192", "--offload", "state", "--machine", "pcie5"])
     assert between_ranks[between_ranks.index("sent by") : between_ranks.index("\n\narguments")] in guide
     assert between_ranks[between_ranks.index("ZeRO-3, a step") :] in guide
     assert from_host[from_host.index("ZeRO-3, a step of 8 x 8,192 tokens by") :] in guide
@@ -522,41 +465,33 @@ def test_a_model_of_the_hub_comes_from_the_cache(tmp_path: Path, monkeypatch: py
         assert type(builder_of("maker/tiny")()).__name__ == "LlamaForCausalLM"
 
 
-def test_bad_input_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line on standard error, and exit code 2."""
+def test_bad_input_is_named(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path)
-    unknown = tmp_path / "unknown.json"
+    unknown, new, empty = tmp_path / "unknown.json", tmp_path / "new.json", tmp_path / "empty"
     unknown.write_text('{"model_type": "llama", "architectures": ["NoSuchModel"]}')
-    new = tmp_path / "new.json"
     new.write_text('{"model_type": "no-such-type"}')
-    (tmp_path / "empty").mkdir()
-    ranks = ["--ranks", "8"]
-    for command, told in (
-        (["nowhere/config.json", *ranks], "wanted a config.json, its directory, a hub name in the cache (hf d"),
-        ([str(tmp_path / "empty"), *ranks], "empty is read by transformers"),
-        ([str(unknown), *ranks], "NoSuchModel"),
-        ([str(new), *ranks], "no-such-type"),
-        (["no.such.module:build", *ranks], "No module named 'no'"),
-        (["tests.models:build", *ranks], "has no attribute 'build'"),
-        ([str(config), "--ranks", "0"], "world_size=0: wanted a positive number"),
-        ([str(config), *ranks, "--slots", "1"], "weight_slots=1: wanted"),
-        ([str(config), *ranks, "--batch", "1", "--seq", "0"], "batch=1, seq=0: wanted positive numbers"),
-        ([str(config), *ranks, "--machine", "pcie5", "--offload", "state"], "step is predicted with batch and seq"),
-        ([str(config), *ranks, "--checkpointing"], "--checkpointing and --active change what --machine predicts"),
-        ([str(config), *ranks, "--link", "50GB/s"], "give --machine too"),
-        ([str(config), *ranks, "--link", "50", "--machine", "pcie5"], "link='50': wanted a number and GB/s"),
-        ([str(config), *ranks, "--local-ranks", "0", "--machine", "pcie5"], "ranks=0: wanted a positive number"),
-        ([str(config), *ranks, "--device-budget", "1GB"], "device_budget='1GB': without offload"),
-        ([str(config), *ranks, "--units", "NoSuchLayer"], "units names 'NoSuchLayer'"),
-        ([str(config), *ranks, "--min-unit-size", "some"], "min_unit_size='some': wanted"),
+    empty.mkdir()
+    for model, options, told in (
+        ("nowhere/config.json", "", "wanted a config.json, its directory, a hub name in the cache (hf d"),
+        (empty, "", "empty is read by transformers"),
+        (unknown, "", "NoSuchModel"),
+        (new, "", "no-such-type"),
+        ("no.such.module:build", "", "No module named 'no'"),
+        ("tests.models:build", "", "has no attribute 'build'"),
+        (config, "--ranks 0", "world_size=0: wanted a positive number"),
+        (config, "--slots 1", "weight_slots=1: wanted"),
+        (config, "--batch 1 --seq 0", "batch=1, seq=0: wanted positive numbers"),
+        (config, "--machine pcie5 --offload state", "step is predicted with batch and seq"),
+        (config, "--checkpointing", "--checkpointing and --active change what --machine predicts"),
+        (config, "--link 50GB/s", "give --machine too"),
+        (config, "--link 50 --machine pcie5", "link='50': wanted a number and GB/s"),
+        (config, "--local-ranks 0 --machine pcie5", "ranks=0: wanted a positive number"),
+        (config, "--device-budget 1GB", "device_budget='1GB': without offload"),
+        (config, "--units NoSuchLayer", "units names 'NoSuchLayer'"),
+        (config, "--min-unit-size some", "min_unit_size='some': wanted"),
         # Before the model is built, which takes seconds.
-        *((["no.such.module:build", *ranks, option, "80X"], "80X'") for option in ("--budget", "--device-budget")),
+        *(("no.such.module:build", f"{option} 80X", "80X'") for option in ("--budget", "--device-budget")),
     ):
-        assert main(["plan", *command]) == 2, command
-        said = capsys.readouterr().err
-        assert told in said and said.startswith("streamshard plan: ") and said.count("\n") == 1
+        assert told in command("plan", model, "--ranks", 8, *options.split(), code=2)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["plan", str(config), *ranks]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
+    assert "pip install transformers" in command("plan", config, "--ranks", 8, code=2)

@@ -12,23 +12,23 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import count_tangents
-from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests.models import DIM, Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
-    FP32,
-    Call,
     adamw,
     assert_trains_like_plain,
     engine_inside,
     let_dynamo_look,
     only_sharded,
+    sharded_model,
     stack_step,
+    train_stack,
 )
+from tests.scenarios import RoutedStack
 
 # Three layers, which take turns in two slots; each is compiled by itself.
 SMALL = (DIM,) * 4
@@ -40,22 +40,13 @@ def _compile_layers(model: Any) -> None:
         layer.compile(backend=BACKEND)
 
 
-class Recomputed(Stack):
-    """Checkpoints around layers."""
-
-    def __init__(self) -> None:
-        super().__init__(SMALL)
-
-    def order(self) -> Any:
-        for layer in self.layers:
-            yield functools.partial(checkpoint, layer, use_reentrant=False)
-
-
 @on_ranks(2)
 def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContext) -> None:
     """Layers in checkpoints, and the whole model, whose graphs break at units."""
     let_dynamo_look()
-    assert_trains_like_plain(context, Recomputed, stack_step, prepare=only_sharded(_compile_layers))
+    assert_trains_like_plain(
+        context, lambda: RoutedStack(3, reentrant=False), stack_step, prepare=only_sharded(_compile_layers)
+    )
     compiled: dict[int, Any] = {}
 
     def step(model: nn.Module, call: Call) -> Tensor:
@@ -66,17 +57,12 @@ def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContex
     assert_trains_like_plain(context, lambda: Stack(SMALL), step)
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "slots"), [(2, 2), (2, "all")])
+@on_ranks(2)
+@pytest.mark.parametrize("slots", [2, "all"])
 def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: RankContext, slots: Any) -> None:
-    """Where layers are captured in device graphs, weights are not copied then, and no graph is captured twice.
-
-    Torch's graphs take parameters, and what forward saves for backward, for static: a capture is used again where these
-    are at the addresses that they had, and made anew where they are not.
-    """
+    """So that device graphs, which take parameters and what forward saves for static, are captured once."""
     let_dynamo_look()
-    torch.manual_seed(7)
-    model: Any = StreamShard(Stack(), precision=FP32, weight_slots=slots)
+    model = sharded_model(weight_slots=slots)
     slots_at = [(slot.data_ptr(), slot.nbytes) for slot in (u.weight_slot.buffer for u in engine_inside(model).units)]
     calls: list[tuple[int, ...]] = []
 
@@ -99,17 +85,15 @@ def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: Ran
         assert traced is not None
         return watched(graph, traced.static_input_indices)
 
-    def backward(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        return watched(graph, range(count_tangents(graph)))
-
+    backend = aot_autograd(
+        fw_compiler=forward, bw_compiler=lambda graph, inputs: watched(graph, range(count_tangents(graph)))
+    )
     for layer in model.layers:
-        layer.compile(backend=aot_autograd(fw_compiler=forward, bw_compiler=backward))
+        layer.compile(backend=backend)
     optimizer, steps = adamw(model), []
     for number in range(3):
         calls.clear()
-        stack_step(model, context.call(number))
-        optimizer.step()
-        optimizer.zero_grad()
+        train_stack(model, optimizer, context, first=number, steps=1)
         steps.append(list(calls))
     assert len(steps[0]) == 2 * len(model.layers)
     assert sum(len(call) > 1 for call in steps[0]) == 2 * len(model.layers) - 1  # the first layer's backward needs none
@@ -119,7 +103,7 @@ def test_weights_of_compiled_units_are_always_at_the_same_addresses(context: Ran
 @on_ranks(1, 2)
 def test_compiled_autograd_is_refused_when_a_forward_begins(context: RankContext) -> None:
     """Around the backward alone, torch's own error comes; the line in the log names compiled autograd."""
-    model = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     compiled = functools.partial(torch._dynamo.compiled_autograd._enable, torch.compile(backend="eager"))
     with compiled(), pytest.raises(ShardingError, match="compiled autograd is on"):
         model(vector_batch(0, context.rank))

@@ -4,65 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import runpy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from streamshard import StreamShard
-from tests.launched import ROOT
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Tolerance, assert_same, full_weights
+from tests.training.test_tensor_parallel import example
 
 pytest.importorskip("transformers")
 
 ROUNDING = Tolerance(relative=2e-5, absolute=2e-6)  # sums in another order, through several steps of AdamW
-STEPS, LR = 5, 3e-3
-Course = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
+STEPS = 5
 
 
-@functools.cache
-def _example() -> Any:
-    """The names of the script."""
-    return runpy.run_path(str(ROOT / "docs/examples/context_parallel.py"))
-
-
-def _summed_loss(model: Any, batch: Any) -> Tensor:
-    logits = model(input_ids=batch.tokens, position_ids=batch.position_ids, use_cache=False).logits
-    return cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
-
-
-def _plain() -> Course:
-    """One process trains a plain model on all sequences; the loss of a step is its mean over all tokens that count."""
-    model = _example()["make_model"]("sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    losses, norms = [], []
-    for step in range(STEPS):
-        batch = _example()["whole_batch"](step)
-        loss = _summed_loss(model, batch) / (batch.labels != -100).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, norms, full_weights(model)
-
-
-def _assert_equal(found: Course, wanted: Course) -> None:
-    for name, ours, theirs in zip(("loss", "norm"), found[:2], wanted[:2], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5), name
-    assert_same(found[2], wanted[2], "weights", ROUNDING)
+_example = functools.partial(example, "context")
 
 
 @on_ranks(4)
 def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
     """Losses, gradient norms and weights after five steps of AdamW, with sums of losses."""
     model, losses, norms = _example()["main"](STEPS, 2)
-    _assert_equal((losses, norms, full_weights(model)), _plain())
+    plain = _example()["make_model"]("sdpa")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3)
+    for step in range(STEPS):  # the loss of a step is its mean over all tokens that count
+        batch = _example()["whole_batch"](step)
+        logits = plain(input_ids=batch.tokens, position_ids=batch.position_ids, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        loss = loss / (batch.labels != -100).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert (losses[step], norms[step]) == pytest.approx((float(loss.detach()), float(norm)), rel=1e-5), step
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(full_weights(model), full_weights(plain), "weights", ROUNDING)
     assert losses[-1] < losses[0] - 0.3
 
 

@@ -8,21 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
 from streamshard.planning.memory import Category
-from tests.models import Stack, TinyConfig, TinyLM
+from tests.models import Layer, TinyConfig, TinyLM, stack_of
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
     FP32,
-    Call,
     adamw,
     assert_same,
-    assert_trains_like_plain,
     built,
     case,
     counted_collectives,
@@ -40,19 +38,11 @@ from tests.scenarios import over_sockets
 PRECISIONS = {**BASE, "fp16": Precision(param_dtype=torch.float16, grad_dtype=torch.float16)}
 
 
-class Even(nn.Module):
+def _even() -> Any:
     """Eight layers and a head whose sizes need no padding at 1 to 4 ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48, bias=False) for _ in range(8))
-        self.head = nn.Linear(48, 24, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        out: torch.Tensor = self.head(x)
-        return out
+    stack = stack_of(lambda: Layer(48, bias=False), 8)()
+    stack.head = nn.Linear(48, 24, bias=False)
+    return stack
 
 
 # Bytes per trained parameter with Adam, for N ranks, without what slots add; "all" slots are in the formula.
@@ -71,7 +61,7 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
     size, layer, head = context.world_size, 48 * 48, 24 * 48
     for name, (precision, settings, constant, sharded_bytes) in FORMULAS.items():
         sockets, frozen = "sockets" in name, 4 * layer * ("frozen" in name)
-        plain = Even()
+        plain = _even()
         if frozen:
             plain.layers[2:6].bfloat16().requires_grad_(False)
         with case(name), over_sockets() if sockets else contextlib.nullcontext():
@@ -99,7 +89,7 @@ def test_bytes_per_parameter_are_those_of_the_formula(context: RankContext) -> N
 @on_ranks(2)
 def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones(context: RankContext) -> None:
     """Until then they lie in the slots. The sum is right, and a gradient that was kept from before raises."""
-    model: Any = StreamShard(Even(), precision=FP32, **ALL_SLOTS)
+    model = sharded_model(_even, **ALL_SLOTS)
     for number in range(2):
         assert model.memory_report().held_bytes["main grads"] == 0
         model.zero_grad()
@@ -125,90 +115,53 @@ def test_main_grads_get_memory_of_their_own_when_a_backward_adds_to_earlier_ones
         kept.norm()
 
 
-def _main_grads(model: Any) -> int:
-    return engine_inside(model).ledger.held_bytes(Category.MAIN_GRADS)
-
-
 @on_ranks(2)
 def test_main_grads_have_memory_from_their_reduction_until_a_forward_finds_none(context: RankContext) -> None:
     """A gradient that is kept raises then. With `keep_main_grads` they always have memory, and with gradients left."""
-    x, plain = torch.full((4, 48), 0.2), Even()
+    x, plain = torch.full((4, 48), 0.2), _even()
     model: Any = StreamShard(copy.deepcopy(plain), precision=FP32)
     whole = 4 * model.memory_report().numel // 2
-    assert (_main_grads(model), model.memory_report().dropped_bytes) == (0, whole)
+
+    def main_grads(model: Any) -> int:
+        return engine_inside(model).ledger.held_bytes(Category.MAIN_GRADS)
+
+    assert (main_grads(model), model.memory_report().dropped_bytes) == (0, whole)
     model(x).sum().backward()
     kept = next(model.parameters()).grad
-    assert _main_grads(model) == whole == model.memory_report().held_bytes["main grads"]
+    assert main_grads(model) == whole == model.memory_report().held_bytes["main grads"]
     model(x).sum().backward()  # adds
-    assert _main_grads(model) == whole and kept is not None
+    assert main_grads(model) == whole and kept is not None
     model.zero_grad()
     with torch.no_grad():
         model(x)
-    assert _main_grads(model) == 0
+    assert main_grads(model) == 0
     with pytest.raises(ShardingError, match="kept from an earlier backward"):
         kept.norm()
     always: Any = StreamShard(plain, precision=FP32, keep_main_grads=True)
-    assert (_main_grads(always), always.memory_report().dropped_bytes) == (whole, 0)
+    assert (main_grads(always), always.memory_report().dropped_bytes) == (whole, 0)
     model(x).sum().backward()
     always(x).sum().backward()
     assert_same(full_grads(model), full_grads(always), "gradients", EXACT)
 
 
-def _counts(model: nn.Module, context: RankContext, number: int) -> tuple[int, int]:
-    with counted_collectives(model) as counts:
-        lm_step(model, context.call(number))
-    return counts.get("all_gather", 0), counts.get("reduce_scatter", 0)
-
-
 @on_ranks(2)
-def test_more_weight_slots_save_gathers(context: RankContext) -> None:
+def test_more_weight_slots_save_gathers_and_micro_batches_of_zero_1_send_nothing(context: RankContext) -> None:
     """The floor is two gathers of a unit and one reduction, less one gather for each unit that is still in its slot."""
     depth, flags = 6, 1  # flags: the exchange of used parameters, once a backward
+
+    def counts(number: int) -> tuple[int, int]:
+        with counted_collectives(model) as counts:
+            lm_step(model, context.call(number))
+        return counts.get("all_gather", 0), counts.get("reduce_scatter", 0)
+
     for slots, kept in ((2, 2), (3, 3), ("all", depth)):
-        model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, weight_slots=slots)
+        model = sharded_model(lambda: TinyLM(TinyConfig(depth=depth)), **ALL_SLOTS | {"weight_slots": slots})
         lm_step(model, context.call(0))
-        gathers, reductions = _counts(model, context, 1)
-        assert (gathers, reductions) == (1 + 2 * depth - kept + flags, 1 + depth), slots
-
-
-@on_ranks(2)
-def test_zero_1_reduces_once_for_all_micro_batches(context: RankContext) -> None:
-    """And gathers once: inside `no_sync` nothing is sent at all after the first forward."""
-    depth = 6
-    model = StreamShard(TinyLM(TinyConfig(depth=depth)), precision=FP32, **ALL_SLOTS)
-    lm_step(model, context.call(0))
+        assert counts(1) == (1 + 2 * depth - kept + flags, 1 + depth), slots
     with model.no_sync():
-        assert _counts(model, context, 1) == (1 + depth, 0)
-        assert _counts(model, context, 2) == (0, 0)
-    assert _counts(model, context, 3) == (1 + depth + 1, 1 + depth)
-
-
-class _Alternating(Stack):
-    """Its second layer runs on one rank only."""
-
-    def order(self) -> Any:
-        return [layer for number, layer in enumerate(self.layers) if number != 1 or self.training]
-
-
-def _frozen_while_waiting(model: Any, call: Call) -> Tensor:
-    """Two whole layers are frozen before the last micro-batch; on rank 1 one of them never ran."""
-    with no_sync(model):
-        model.train(call.rank == 0)
-        stack_step(model, call)
-    model.train()
-    for layer in (model.layers[1], model.layers[3]):
-        layer.requires_grad_(False)
-    loss = stack_step(model, call._replace(step=call.step + 50))
-    for layer in (model.layers[1], model.layers[3]):
-        layer.requires_grad_(True)
-    return loss
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("settings", [{}, ALL_SLOTS], ids=["ZeRO-3", "ZeRO-1"])
-def test_waiting_gradients_of_layers_frozen_meanwhile_are_kept(context: RankContext, settings: dict[str, Any]) -> None:
-    """As in torch, on ranks that had no part in the gradient too."""
-    assert_trains_like_plain(context, _Alternating, _frozen_while_waiting, checked=(0, 2), **settings)
+        assert counts(1) == (1 + depth, 0)
+        assert counts(2) == (0, 0)
+    assert counts(3) == (1 + depth + flags, 1 + depth)
 
 
 @on_ranks(2)

@@ -11,18 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ConfigError, LocalSGD, RankMismatchError, ShardingError, StreamShard
-from streamshard.core.engine import Inputs
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
     NEAR,
-    Call,
     Step,
     adamw,
     assert_same,
@@ -30,12 +27,14 @@ from tests.reference import (
     case,
     engine_inside,
     full_weights,
+    mesh_2d,
     no_sync,
+    only_sharded,
     sgd,
     sharded_model,
     stack_step,
 )
-from tests.scenarios import PRECISIONS, SCENARIOS, sharded
+from tests.scenarios import PRECISIONS, sharded, train
 from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
 
 
@@ -58,9 +57,7 @@ def _penalised(model: Any, call: Call) -> Tensor:
 def _assert_divides(context: RankContext, step: Step, factor: float, **settings: Any) -> None:
     """Training equals plain PyTorch, which divides the losses of all ranks by `factor`."""
 
-    def prepare(model: nn.Module, number: int) -> None:
-        if isinstance(model, StreamShard) and number == 0:
-            model.set_gradient_divide_factor(factor)
+    prepare = only_sharded(lambda model: model.set_gradient_divide_factor(factor))
 
     def divided(model: nn.Module, call: Call) -> Tensor:
         weight = 1.0 if isinstance(model, StreamShard) else 1.0 / factor
@@ -90,7 +87,7 @@ def test_the_factor_divides_the_sum_over_replicas_too(context: RankContext) -> N
         ((2, 2), ALL_SLOTS, "16-bit wire", adamw),
         ((4, 1), {}, "bf16", adamw),
     ):
-        mesh = init_device_mesh("cpu", shape)
+        mesh = mesh_2d(*shape)
         with case((shape, slots, precision)):
             if make is adamw:
                 _assert_divides(context, _two_micro_batches, 3.0, mesh=mesh, **slots)
@@ -113,19 +110,9 @@ def _assert_sums_are_as_precise(
         if weights:
             model.set_gradient_divide_factor(1.0)
         with late(model) if is_late else contextlib.nullcontext():
-            weights.append(_train(model, context, scenario, weight, make))
+            train(model, scenario, context, make=make, weight=weight)
+            weights.append(full_weights(model))
     assert_same(weights[1], weights[0], "weights", EXACT)
-
-
-def _train(
-    model: Any, context: RankContext, scenario: str, weight: float, make: Callable[[Any], Any] = adamw
-) -> dict[str, Tensor]:
-    optimizer = make(model)
-    for number in range(3):
-        SCENARIOS[scenario].step(model, Call(number, context.rank, context.world_size, weight))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=number % 2 == 0)
-    return full_weights(model)
 
 
 @on_ranks(2)
@@ -145,19 +132,21 @@ def test_one_rank_divides_each_gradient_once(context: RankContext) -> None:
         with case(scenario):
             precision = PRECISIONS[("fp32", "16-bit wire")[number % 2]]
             models: list[Any] = [sharded(scenario, precision) for _ in range(3)]
-            wanted = _train(models[0], context, scenario, 0.25)
             models[1].set_gradient_divide_factor(4.0)
-            with detect_races(models[1]):
-                assert_same(_train(models[1], context, scenario, 1.0), wanted, "weights", NEAR)
             models[2].set_gradient_divide_factor(1.0)
-            assert_same(_train(models[2], context, scenario, 0.25), wanted, "weights of sums", EXACT)
+            for model, weight in zip(models, (0.25, 1.0, 0.25), strict=True):
+                with detect_races(model):
+                    train(model, scenario, context, weight=weight)
+            wanted, divided, summed = map(full_weights, models)
+            assert_same(divided, wanted, "weights", NEAR)
+            assert_same(summed, wanted, "weights of sums", EXACT)
             held = [model.memory_report().held_bytes for model in models]
             assert held[2] == held[0]
     with simulated_device() as device, checking_streams(device) as checker:
-        model: Any = sharded("a kept graph", PRECISIONS["fp32"])
+        model = sharded("a kept graph", PRECISIONS["fp32"])
         model.set_gradient_divide_factor(4.0)
         with checker.of(model):
-            _train(model, context, "a kept graph", 1.0)
+            train(model, "a kept graph", context)
 
 
 @on_ranks(1, 2)
@@ -195,4 +184,4 @@ def test_the_factor_is_one_for_all_ranks_and_for_all_gradients_of_a_step(context
         Join([model], repeat=print, divide_by_initial_world_size=False),
     ):
         stack_step(model, context.call(0))
-    assert type(engine_inside(model).inputs) is Inputs
+    assert engine_inside(model).inputs is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +15,21 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from streamshard.core import backward
 from streamshard.errors import ShardingError, log
-from tests.models import Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
-from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, Stop, Trouble, adamw, assert_trains_like_plain, case, failing, lm_step, no_sync
+from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.ranks import Call, RankContext, on_ranks
+from tests.reference import (
+    Stop,
+    Trouble,
+    adamw,
+    assert_trains_like_plain,
+    case,
+    failing,
+    lm_step,
+    no_sync,
+    sharded_model,
+)
 
-
-def _small() -> TinyLM:
-    return TinyLM(TinyConfig(depth=3))
-
-
+_small = functools.partial(TinyLM, TinyConfig(depth=3))
 # By name: the module whose backward or forward fails, how, and whether in backward.
 IN_BACKWARD: dict[str, tuple[str, type[BaseException], bool]] = {
     "at the start of backward": ("head", Trouble, True),
@@ -47,10 +54,7 @@ def _fail(model: nn.Module, call: Call, where: str) -> None:
 
 @on_ranks(1, 2)
 def test_after_an_exception_the_next_step_is_right(context: RankContext) -> None:
-    """On all ranks, from the very first step on; the user clears gradients and goes on.
-
-    Meanwhile layers hold the shards: the user may edit or freeze them, and the engine hears nothing of it.
-    """
+    """On all ranks, from the first step on. Meanwhile layers hold the shards, which the user may edit or freeze."""
     names = list(TROUBLES)
 
     def step(model: nn.Module, call: Call) -> Tensor:
@@ -138,7 +142,7 @@ def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankCont
 @on_ranks(2)
 def test_the_users_exception_is_raised_unchanged(context: RankContext) -> None:
     """Torch's error for a bad input, not one of the engine's; an exception inside `no_sync` leaves the context."""
-    model = StreamShard(TinyLM(), precision=FP32)
+    model = sharded_model(TinyLM)
     with pytest.raises(IndexError):
         model(torch.full((2, 6), 10_000))
     with pytest.raises(TypeError, match="forward"):
@@ -152,7 +156,7 @@ def test_the_users_exception_is_raised_unchanged(context: RankContext) -> None:
 @on_ranks(2)
 def test_another_thread_cannot_use_the_model_during_a_backward(context: RankContext) -> None:
     """Its call raises, and the backward goes on."""
-    model: Any = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     raised: list[str] = []
 
     def call_aside(call: Callable[[], object]) -> None:

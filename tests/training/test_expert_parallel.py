@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import runpy
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,48 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from streamshard import (
-    ConfigError,
-    RankMismatchError,
-    ShardingError,
-    StreamShard,
-    export_safetensors,
-    full_optimizer_state_dict,
-    load_checkpoint,
-    load_safetensors,
-    save_checkpoint,
-)
+from streamshard import ConfigError, RankMismatchError, ShardingError, StreamShard
 from tests.adversary import make_adversarial
-from tests.launched import ROOT
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import assert_script_trained_like_plain, difference, engine_inside, full_weights
 from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
+from tests.training.test_tensor_parallel import adam, assert_loads, example, made, save, with_adam
 
 STEPS, CLIP = 2, 0.5
 WAYS: dict[str, Any] = {"shared memory": contextlib.nullcontext, "sockets": over_sockets, "a device": simulated_device}
 KINDS = {"shared memory": {"SharedMemoryTransport"}, "sockets": {"PairwiseTransport"}}
 
 
-@functools.cache
-def _example() -> Any:
-    """The names of the script."""
-    return runpy.run_path(str(ROOT / "docs/examples/expert_parallel.py"))
-
-
-def _made(seed: int = 0) -> Any:
-    model = _example()["make_model"]()
-    if seed:
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for param in model.parameters():
-                param.normal_()
-    return model
-
-
-def _slots(count: Any) -> dict[str, Any]:
-    return {"weight_slots": count, "grad_slots": "all" if count == "all" else None}
+_example = functools.partial(example, "expert")
+_made = functools.partial(made, "expert")
 
 
 def _sharded(model: Any, ep: int, **settings: Any) -> Any:
@@ -70,19 +43,6 @@ def _sharded(model: Any, ep: int, **settings: Any) -> Any:
         for layer in model.layers:
             layer.experts.place_on(mesh)
     return StreamShard(model, mesh=dist.group.WORLD, **{"precision": "fp32", **settings})
-
-
-class _Course(NamedTuple):
-    norms: list[float]
-    weights: dict[str, Tensor]
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-
-
-def _train(model: Any) -> _Course:
-    return _Course(_steps(model, _adam(model), 0, 1, steps=STEPS), full_weights(model))
 
 
 def _steps(
@@ -97,11 +57,6 @@ def _steps(
         optimizer.step()
         optimizer.zero_grad()
     return norms
-
-
-def _assert_equal(found: _Course, wanted: _Course) -> None:
-    assert found.norms == pytest.approx(wanted.norms, rel=1e-6)
-    assert difference(found.weights, wanted.weights) < 2e-6
 
 
 @on_ranks(4)
@@ -145,33 +100,21 @@ def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: Ra
 # -- saving and loading -----------------------------------------------------------------------------------------------
 
 
-def _saved(context: RankContext, path: Path) -> tuple[dict[str, Tensor], Any]:
-    model = _sharded(_made(), 2)
-    optimizer = _adam(model)
+def _saved(context: RankContext, path: Path) -> Any:
+    model, optimizer = with_adam(_sharded(_made(), 2))
     _steps(model, optimizer, context.rank, 4, steps=1)
-    save_checkpoint(path / "run", model, optimizer)
-    export_safetensors(model, path / "export")
-    return full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    return save(path, model, optimizer)
 
 
-def _loaded(context: RankContext, path: Path, ep: int, weights: dict[str, Tensor], state: Any) -> None:
-    model = _sharded(_made(1), ep)
-    optimizer = _adam(model)
-    load_checkpoint(path / "run", model, optimizer)
-    assert difference(full_weights(model), weights) == 0.0
-    for number, values in full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"].items():
-        for key, value in values.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(state["state"][number][key])), (number, key)
-    other = _sharded(_made(2), ep)
-    load_safetensors(other, path / "export")
-    assert difference(full_weights(other), weights) == 0.0
+def _loaded(context: RankContext, path: Path, *saved: Any, ep: int) -> None:
+    assert_loads(path, *saved, lambda seed: _sharded(_made(seed), ep))
 
 
 def test_checkpoints_and_exports_load_with_other_meshes_of_experts(ranks: Any, tmp_path: Path) -> None:
     """From 4 ranks in pairs to 4 ranks without a mesh, and to fewer ranks, to the bit."""
-    weights, state = ranks(4).run(_saved, tmp_path)[0]
+    saved = ranks(4).run(_saved, tmp_path)[0]
     for size, ep in ((4, 1), (2, 2)):
-        ranks(size).run(_loaded, tmp_path, ep, weights, state)
+        ranks(size).run(_loaded, tmp_path, *saved, ep=ep)
 
 
 @on_ranks(2)
@@ -197,19 +140,15 @@ def test_experts_that_cannot_be_sharded_are_refused(context: RankContext) -> Non
         _sharded(_made(), 2, offload="state")
 
 
-_SAME_BATCHES = r"stacked experts on ranks \[0, 1\], .* have to get the same batches"  # the first rank says so
-
-
 @on_ranks(4)
-def test_a_mesh_beside_the_experts_is_warned_of(context: RankContext) -> None:
+def test_a_mesh_beside_the_experts_raises_if_they_get_other_batches(context: RankContext) -> None:
     """FSDP2 takes this mesh for experts. Here the ranks of the experts would be copies, with the same batches."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("beside experts", "of experts"))
     model = _made()
     for layer in model.layers:
         layer.experts.place_on(world["of experts"])
-    with contextlib.nullcontext() if context.rank else pytest.warns(UserWarning, match=_SAME_BATCHES):
-        sharded = StreamShard(model, mesh=world["beside experts"])
-    with pytest.raises(RankMismatchError, match="experts beside the ranks that shard"):
+    sharded = StreamShard(model, mesh=world["beside experts"])
+    with pytest.raises(RankMismatchError, match="beside the ranks that shard.* give mesh= with all of these ranks"):
         sharded(torch.full((2, 6), context.rank))
 
 
@@ -220,14 +159,16 @@ def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, w
 
     No races, and late collectives change nothing. Ranks of other experts come late. Both functions that clip.
     """
-    wanted = _train(_made())
+    plain = _made()
+    wanted = _steps(plain, adam(plain), 0, 1, steps=STEPS)
     is_device, slots = way == "a device", "all" if way == "sockets" else 2
     with WAYS[way]():
-        model = _sharded(_made(), 2, **_slots(slots))
+        model = _sharded(_made(), 2, weight_slots=slots, grad_slots="all" if slots == "all" else None)
         transports = {flat.ranks.transport for unit in engine_inside(model).units for flat in unit.flat_params}
         assert is_device or {type(transport).__name__ for transport in transports} == KINDS[way]
         model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05 * (context.rank % 2)))
         with detect_races(model) as races, late(model) if is_device else make_adversarial(model):
-            norms = _steps(model, _adam(model), context.rank, 4, own_clip=slots == 2, steps=STEPS)
-            _assert_equal(_Course(norms, full_weights(model)), wanted)
+            norms = _steps(model, adam(model), context.rank, 4, own_clip=slots == 2, steps=STEPS)
+            assert norms == pytest.approx(wanted, rel=1e-6)
+            assert difference(full_weights(model), full_weights(plain)) < 2e-6
         assert races.accesses > 100

@@ -6,25 +6,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, ShardingError, StreamShard
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, built, let_dynamo_look, lm_step
 from tests.training.test_precision import Mixed, assert_same_main_weights, train_beside
+from tests.training.test_programs import Selective
 
 float8: Any = pytest.importorskip("torchao.float8", reason="needs torchao: pip install streamshard[test]")
-
-
-class _Recomputed(TinyLM):
-    """With gradient checkpointing around each block."""
-
-    def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, mask, use_reentrant=False)
-        return x
 
 
 def _config(recipe: str, **options: Any) -> Any:
@@ -45,8 +35,7 @@ def _in_fp8(kind: type[TinyLM], recipe: str, **options: Any) -> Any:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("recipe", "kind", "is_compiled"),
-    [("tensorwise", _Recomputed, False), ("rowwise", TinyLM, True)],
+    ("recipe", "kind", "is_compiled"), [("tensorwise", Selective, False), ("rowwise", TinyLM, True)]
 )
 def test_fp8_layers_train_as_in_one_process(
     context: RankContext, recipe: str, kind: type[TinyLM], is_compiled: bool

@@ -6,19 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from streamshard import StreamShard
 from streamshard.comm.streams import Collective
 from streamshard.errors import ShardingError
 from tests.adversary import make_adversarial
-from tests.models import Adapter, Stack
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
-    SETTINGS,
     assert_same,
     engine_inside,
     full_weights,
@@ -26,44 +23,24 @@ from tests.reference import (
     stack_step,
     train_stack,
 )
-from tests.scenarios import BF16, PRECISIONS
-
-HALF = torch.bfloat16
-
-
-def trainable_adamw(model: nn.Module) -> Optimizer:
-    """The optimizer sees only what requires a gradient, as in fine-tuning scripts."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
-
-
-def adapted() -> nn.Module:
-    """Layers of which only adapters train, the rest of them, and the head, in half precision."""
-    model = Stack()
-    layers: Any = model.layers
-    for layer in layers:
-        layer.linear = Adapter(layer.linear)
-    model.head.requires_grad_(False)
-    for param in model.parameters():
-        if not param.requires_grad:
-            param.data = param.to(HALF)
-    return model
+from tests.scenarios import BF16, PRECISIONS, AdapterStack
 
 
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "precision"), [(1, "bf16"), (2, "16-bit wire")])
 def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: RankContext, precision: str) -> None:
     """To the bit, against the same model whose base is frozen after it was sharded, and in fp32 main weights."""
-    for settings in SETTINGS.values():
+    for settings in ({}, ALL_SLOTS):
         found = []
         for frozen_first in (True, False):
             torch.manual_seed(3)
-            model = adapted()
+            model = AdapterStack()
             trains = [param.requires_grad for param in model.parameters()]
             model.requires_grad_(True) if not frozen_first else None
             model = StreamShard(model, precision=PRECISIONS[precision], **settings)
             for param, is_trained in zip(model.parameters(), trains, strict=True):
                 param.requires_grad_(is_trained)
-            optimizer = trainable_adamw(model)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
             with make_adversarial(model), detect_races(model) as races:
                 train_stack(model, optimizer, context)
             assert races.accesses > 20
@@ -75,7 +52,7 @@ def test_frozen_weights_are_computed_with_as_if_they_were_kept_in_fp32(context: 
 def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext) -> None:
     """Wherever they are seen: named, summoned, written back, loaded. Layers compute with them, and reduce none."""
     torch.manual_seed(3)
-    model: Any = adapted()
+    model: Any = AdapterStack()
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     dtypes = {name: param.dtype for name, param in model.named_parameters()}
@@ -83,7 +60,7 @@ def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext) -> 
     assert {name: param.dtype for name, param in model.named_parameters()} == dtypes
     with heard_collectives(engine_inside(model)) as heard:
         stack_step(model, context.call(0))
-    n_trained = 4 if context.world_size > 1 else 0  # one flat parameter of each layer, none of the head
+    n_trained = 6 if context.world_size > 1 else 0  # one flat parameter of each layer that trains, and of the root
     assert len(heard[Collective.REDUCE_SCATTER]) == n_trained
     state = full_weights(model)
     assert {name: value.dtype for name, value in state.items()} == dtypes
@@ -103,14 +80,12 @@ def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext) -> 
 @on_ranks(2)
 def test_training_a_parameter_that_was_frozen_at_sharding_time_raises(context: RankContext) -> None:
     """Before a forward, or in one; frozen again, the model trains on."""
-    model: Any = StreamShard(adapted(), precision=BF16)
+    model: Any = StreamShard(AdapterStack(), precision=BF16)
     base = model.layers[1].linear.base
     unfreeze = model.layers[1].register_forward_pre_hook(lambda *_: base.bias.requires_grad_(True))
     for name in ("bias", "weight"):
-        with pytest.raises(
-            ShardingError,
-            match=rf"'layers\.1\.linear\.base\.{name}' was frozen when .* Freeze it after StreamShard\(model\)",
-        ):
+        told = rf"'layers\.1\.linear\.base\.{name}' was frozen when .* Freeze it after StreamShard\(model\)"
+        with pytest.raises(ShardingError, match=told):
             stack_step(model, context.call(0))
         unfreeze.remove()
         model.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
 import weakref
@@ -16,11 +17,10 @@ from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests.models import DIM, Calling, Layer, Stack, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     FP32,
     SETTINGS,
-    Call,
     assert_same,
     assert_trains_like_plain,
     case,
@@ -28,16 +28,11 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
-    no_sync,
     sgd,
+    sharded_model,
     stack_step,
 )
 from tests.scenarios import RoutedStack
-
-
-def _loss(model: nn.Module, call: Call, part: int = 0) -> Tensor:
-    loss: Tensor = model(vector_batch(3 * call.step + part, call.rank)).square().mean()
-    return loss
 
 
 @on_ranks()
@@ -46,7 +41,7 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
     """At once, as a plain module, without help of the garbage collector: its buffers are most of a device's memory."""
     gc.collect()
     gc.disable()
-    model: Any = StreamShard(RoutedStack(), precision=FP32, **SETTINGS[settings])
+    model = sharded_model(RoutedStack, **SETTINGS[settings])
     optimizer = sgd(model)
     for number in range(2):
         stack_step(model, context.call(number))
@@ -70,7 +65,7 @@ def test_a_model_is_freed_with_the_last_reference_to_it(context: RankContext, se
 @each_setting
 def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankContext, settings: str) -> None:
     """As in torch: old activations and new weights make no gradient. All ranks raise."""
-    model: Any = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
+    model = sharded_model(**SETTINGS[settings])
     whole = model.full_state_dict(rank0_only=False)
     parts = (model.parameters(), model.head.parameters(), model.layers[2].parameters(), [model.layers[2].linear.bias])
     steps = {n: torch.optim.SGD(part, 1.0).step for n, part in enumerate(parts)}  # a rank may own no piece of a bias
@@ -87,32 +82,7 @@ def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankC
     stack_step(model, context.call(2))
 
 
-@on_ranks()
-@each_setting
-def test_a_step_inside_no_sync_is_seen_by_the_next_forward(context: RankContext, settings: str) -> None:
-    """Weights are gathered anew when they have changed, whatever the context promises."""
-    found = []
-    for is_inside in (True, False):
-        torch.manual_seed(1)
-        model = StreamShard(Stack(), precision=FP32, **SETTINGS[settings])
-        optimizer = sgd(model)
-        for number in range(3):
-            call = context.call(number)
-            call.backward(_loss(model, call))
-            with no_sync(model, is_inside):
-                with torch.no_grad():
-                    _loss(model, call)
-                optimizer.step()
-                optimizer.zero_grad()
-                loss = _loss(model, call, 1)
-            call.backward(loss)
-        found.append({**full_weights(model), **{f"grad {name}": grad for name, grad in full_grads(model).items()}})
-    assert_same(found[0], found[1], "steps inside")
-
-
 class ForceStack(Stack):
-    """Forces: the model's forward differentiates through all its layers, with respect to its input."""
-
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         (force,) = torch.autograd.grad(super().forward(x).sum(), x)
@@ -122,7 +92,7 @@ class ForceStack(Stack):
 @on_ranks(2)
 def test_a_model_that_differentiates_through_its_layers_raises(context: RankContext) -> None:
     """In the middle of the forward, when the layers' weights have left their slots. Resident layers may be."""
-    model = StreamShard(ForceStack(), precision=FP32)
+    model = sharded_model(ForceStack)
     with pytest.raises(ShardingError, match=r"forward goes through 'layers\.\d'.*resident=\['layers"):
         model(vector_batch(0, context.rank))
     layers = [f"layers.{index}" for index in range(4)]
@@ -141,7 +111,7 @@ def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) 
                 super().forward(x).sum().backward()
             return super().forward(x)
 
-    model = StreamShard(Learning(), precision=FP32)
+    model = sharded_model(Learning)
     with pytest.raises(ShardingError, match=r"inside the model's forward .* gradient of '(head|layers)"):
         model(vector_batch(0, context.rank))
     model.learns = False
@@ -152,8 +122,6 @@ def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) 
 
 
 class Stashing(nn.Module):
-    """Keeps an activation from its inside where the user can find it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(16, 16)
@@ -166,8 +134,7 @@ class Stashing(nn.Module):
         return out
 
 
-def _stashing() -> nn.Module:
-    return Calling(Stashing)
+_stashing = functools.partial(Calling, Stashing)
 
 
 def _only_inside(model: Any, call: Call) -> Tensor:
@@ -178,7 +145,7 @@ def _only_inside(model: Any, call: Call) -> Tensor:
 @on_ranks(2)
 def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankContext) -> None:
     """No gradient comes to the layer's output, so nothing says that backward needs its weights."""
-    model: Any = StreamShard(_stashing(), precision=FP32)
+    model = sharded_model(_stashing)
     call = context.call(0)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
@@ -189,6 +156,11 @@ def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankCont
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model.layers[2].stash.square().mean().backward()
     assert explain_version(RuntimeError("is at version 1; expected version 0 instead")) is None
+    model = StreamShard(Calling(lambda: Attending(DIM, 2)), precision=FP32)
+    model(vector_batch(0, context.rank))
+    with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
+        model.layers[1].maps.square().mean().backward()  # torch names no version: the layer's weight is in chunks
+    assert "attention maps" in str(explain_version(raised.value))
     for slots in ("all", 2):  # with a slot for each layer, weights stay where they are
         with case(slots):
             resident = ["layers.3"] if slots == 2 else []
@@ -196,55 +168,38 @@ def test_a_loss_of_activations_from_inside_layers_alone_raises(context: RankCont
 
 
 class Attending(nn.MultiheadAttention):
-    """Keeps its attention maps."""
-
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         y, self.maps = super().forward(x, x, x)
         return x + y
 
 
-@on_ranks(2)
-def test_a_loss_of_attention_maps_alone_raises(context: RankContext) -> None:
-    """Torch names no version where a layer computes with chunks of a weight."""
-    model: Any = StreamShard(Calling(lambda: Attending(DIM, 2)), precision=FP32)
-    model(vector_batch(0, context.rank))
-    with pytest.raises(RuntimeError, match="another view of its base has been modified inplace") as raised:
-        model.layers[1].maps.square().mean().backward()
-    assert "attention maps" in str(explain_version(raised.value))
-
-
 # -- torch.autograd.grad and backward(inputs=...): of sharded parameters refused, of anything else as ever ------------
-
-
-def _loss_of(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
 
 
 @on_ranks(1, 2)
 def test_gradients_that_sharded_parameters_cannot_give_are_refused(context: RankContext) -> None:
     """With the alternative, and the next step is right. Torch 2.13 asks parameters before a backward of them."""
-    model: Any = StreamShard(Stack(), precision=FP32)
+    model = sharded_model()
     params, optimizer = list(model.parameters()), sgd(model)
     before, x = full_weights(model), vector_batch(0, context.rank).requires_grad_()
     said = r"'layers\.0\.linear\.weight'.* call loss\.backward"
     for inputs in (params, [x, *params])[: context.world_size]:
         with pytest.raises(ShardingError, match=said):
-            _loss_of(model, x).backward(inputs=inputs)
+            model(x).square().mean().backward(inputs=inputs)
             optimizer.step()
     if context.world_size > 1:
         with pytest.raises(ShardingError, match=said):
-            torch.autograd.grad(_loss_of(model, x), params)
-        for each in (model, StreamShard(Stack(), precision=FP32, resident=Layer)):  # outside of the model
+            torch.autograd.grad(model(x).square().mean(), params)
+        for each in (model, sharded_model(resident=Layer)):  # outside of the model
             with pytest.raises(ShardingError, match="create_graph=True.*with weight_slots='all'"):
-                torch.autograd.grad(_loss_of(each, x), x, create_graph=True)
+                torch.autograd.grad(each(x).square().mean(), x, create_graph=True)
     assert_same(full_weights(model), before, "weights")
     model.zero_grad()
     stack_step(model, context.call(0))
     assert all(grad is not None for grad in full_grads(model).values())
     for trained in ("weight", "bias"):  # a large one and a small one, in layers whose weights stay
-        model = StreamShard(Stack(), precision=FP32, weight_slots="all")
+        model = sharded_model(weight_slots="all")
         for name, param in model.named_parameters():
             param.requires_grad_(name.endswith(trained))
         with pytest.raises(ShardingError, match=f"{trained}' cannot be differentiated again"):
-            _loss_of(model, x).backward(create_graph=True)
+            model(x).square().mean().backward(create_graph=True)

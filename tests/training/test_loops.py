@@ -1,4 +1,4 @@
-"""Training loops around forward and backward: accumulation, clipping, `zero_grad`."""
+"""Training loops around forward and backward: clipping, `zero_grad`, ranks out of step."""
 
 from __future__ import annotations
 
@@ -10,71 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from streamshard import RankMismatchError, StreamShard
+from streamshard import RankMismatchError
 from tests.models import Stack, TinyLM, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
-    Call,
     adamw,
     assert_same,
     assert_trains_like_plain,
     built,
-    case,
     full_grads,
     full_weights,
     lm_step,
-    no_sync,
     piece_of,
     sgd,
     sharded_model,
     stack_step,
 )
 from tests.simulated import simulated_device
-
-
-def _micro(model: nn.Module, call: Call, number: int, of: int) -> Tensor:
-    out = model(vector_batch(call.step * 10 + number, call.rank, rows=2 + number))
-    return call.backward(out.square().mean() / of)
-
-
-def _switch(model: Any, call: Call) -> Tensor:
-    """FSDP2's idiom: `set_requires_gradient_sync`."""
-    total = torch.zeros(())
-    for number in range(3):
-        if isinstance(model, StreamShard):
-            model.set_requires_gradient_sync(number == 2)
-        total = total + _micro(model, call, number, 3)
-    return total
-
-
-def _skipping(model: Any, call: Call) -> Tensor:
-    """The last micro-batch does not use the first layer."""
-    with no_sync(model):
-        total = _micro(model, call, 0, 2)
-    first, model.layers[0].forward = model.layers[0].forward, lambda x: x
-    total = total + _micro(model, call, 1, 2)
-    model.layers[0].forward = first
-    return total
-
-
-ACCUMULATIONS: dict[str, Callable[[Any, Call], Tensor]] = {
-    "set_requires_gradient_sync": _switch,
-    "a layer in the first micro-batch only": _skipping,
-}
-
-
-@on_ranks(1, 2)
-def test_gradients_accumulate_over_micro_batches(context: RankContext) -> None:
-    """The sum over micro-batches of the mean over ranks; nothing of the step before is left."""
-    for (name, step), set_to_none in zip(ACCUMULATIONS.items(), (True, False), strict=True):
-        with case(name):
-            assert_trains_like_plain(context, Stack, step, checked=(0, 2), set_to_none=set_to_none, optimizer=adamw)
 
 
 @on_ranks(2)
@@ -95,29 +51,20 @@ def test_the_user_alone_clears_gradients(context: RankContext) -> None:
             assert all(grad is None if set_to_none else not grad.any() for grad in left)  # type: ignore[union-attr]
 
 
-def _by_the_model(model: Any, norm_type: float) -> Tensor:
-    clip = model.clip_grad_norm_ if isinstance(model, StreamShard) else _by_torch(model.parameters())
-    found: Tensor = clip(0.01, norm_type)
-    return found
-
-
-def _by_torch(params: Any) -> Callable[..., Tensor]:
-    return functools.partial(nn.utils.clip_grad_norm_, params)
-
-
 def _in_two_steps(model: Any) -> Tensor:
     total = nn.utils.get_total_norm([p.grad for p in model.parameters()])
     nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, total)
     return total
 
 
+_clip = functools.partial(functools.partial, nn.utils.clip_grad_norm_)  # of parameters
 CLIPS: dict[str, Callable[[Any], Tensor]] = {
-    "the model's method": lambda model: _by_the_model(model, 2.0),
-    "sum of absolute values": lambda model: _by_the_model(model, 1.0),
-    "torch's": lambda model: _by_torch(model.parameters())(0.01),
-    "one by one": lambda model: _by_torch(model.parameters())(0.01, foreach=False),
-    "blocks only": lambda model: _by_torch(model.blocks.parameters())(0.01),
-    "one parameter": lambda model: _by_torch(model.head.weight)(0.01),
+    "the model's method": lambda model: getattr(model, "clip_grad_norm_", _clip(model.parameters()))(0.01),
+    "sum of absolute values": lambda model: getattr(model, "clip_grad_norm_", _clip(model.parameters()))(0.01, 1.0),
+    "torch's": lambda model: _clip(model.parameters())(0.01),
+    "one by one": lambda model: _clip(model.parameters())(0.01, foreach=False),
+    "blocks only": lambda model: _clip(model.blocks.parameters())(0.01),
+    "one parameter": lambda model: _clip(model.head.weight)(0.01),
     "in two steps": _in_two_steps,
 }
 
@@ -141,7 +88,7 @@ def test_clipping_uses_the_norm_over_all_ranks(context: RankContext) -> None:
 @on_ranks(2)
 def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks(context: RankContext) -> None:
     """One bad element on one rank's piece: every rank's norm says so, and skips. Without any gradient it is zero."""
-    model: Any = StreamShard(TinyLM(), precision=FP32)
+    model = sharded_model(TinyLM)
     assert float(model.clip_grad_norm_(1.0)) == float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) == 0.0
     lm_step(model, context.call(0))
     if context.rank == 1:
@@ -180,4 +127,4 @@ def test_a_rank_that_splits_a_batch_alone_is_found_out_of_step(context: RankCont
     for everyone, is_device, found in ((True, False, -1), (False, False, 3), (False, True, 5)):
         with simulated_device() if is_device else contextlib.nullcontext():
             parts = [1, 1, 2 if everyone or context.rank == 0 else 1, 1, 1, 1]
-            assert _train_in_parts(StreamShard(Stack(), precision=FP32), context.rank, parts) == found
+            assert _train_in_parts(sharded_model(), context.rank, parts) == found

@@ -15,12 +15,11 @@ from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from tests.adversary import make_adversarial
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
     FP32,
-    Call,
     Tolerance,
     adamw,
     assert_same,
@@ -33,8 +32,6 @@ from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, Scenario, over_
 
 
 class Setting(NamedTuple):
-    """How the scenario's model is sharded."""
-
     precision: Precision
     settings: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Models: units that are given, recurrent layers, small layers put together."""
+"""Models: recurrent layers, small layers put together."""
 
 from __future__ import annotations
 
@@ -12,31 +12,14 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ConfigError, RankMismatchError
-from tests.models import Stack, TinyLM
+from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    Call,
-    assert_trains_like_plain,
-    case,
-    counted_collectives,
-    engine_inside,
-    lm_step,
-    stack_step,
-)
+from tests.reference import FP32, Call, assert_trains_like_plain, case, counted_collectives, engine_inside, stack_step
 from tests.scenarios import BF16, RoutedStack
 
 
 def _units(model: nn.Module) -> list[str]:
     return [unit.name for unit in engine_inside(model).units[1:]]
-
-
-@on_ranks(2)
-def test_any_modules_can_be_units(context: RankContext) -> None:
-    """Whatever is left is the root unit."""
-    mixed = ["head", "blocks.1", "blocks.2.attention"]
-    model = assert_trains_like_plain(context, TinyLM, lm_step, units=mixed)
-    assert sorted(_units(model)) == sorted(mixed)
 
 
 class Flat(nn.LSTM):
@@ -53,8 +36,6 @@ class Flat(nn.LSTM):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer with a residual connection, which asks for flat weights as many models do."""
-
     def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
         self.rnn = layer
@@ -116,13 +97,10 @@ def test_the_size_is_in_bytes_of_param_dtype(context: RankContext) -> None:
         _layers(context.rank)
 
 
-ORDERS = [[1, 0, 3, 2, 5, 4, 7, 6], [0, 1, 0, 1, 2, 3, 4, 4, 6]]
-
-
 @on_ranks(2)
 def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
     """A unit is gathered twice, but for the two that stay at the turn, and reduced once, in whatever order it runs."""
-    for order in ORDERS:
+    for order in ([1, 0, 3, 2, 5, 4, 7, 6], [0, 1, 0, 1, 2, 3, 4, 4, 6]):
         model: Any = StreamShard(RoutedStack(8), precision=FP32, min_unit_size=PAIRS)
         for number in range(3):
             model.route = order if number == 2 else range(8)

@@ -20,9 +20,9 @@ from streamshard.nested import map_tensors
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step
+from tests.reference import EXACT, Call, adamw, assert_same, built, engine_inside, full_weights, stack_step, train_stack
 from tests.scenarios import BF16, OFFLOAD, PRECISIONS, RESIDENT, sharded, train, without_waits
-from tests.simulated import backward_elsewhere, checking_streams, late, simulated_device
+from tests.simulated import checking_streams, late, simulated_device
 
 NAMES = list(PRECISIONS)
 LANGUAGE_MODELS = ("plain", "large embedding and head", "tied", "a head that a loss reads")
@@ -47,10 +47,7 @@ _SCENARIOS = (
     [(1 + (number + number // 4) % 2, each, NAMES[number % 4]) for number, each in enumerate(_SCENARIOS)],
 )
 def test_offload_changes_no_bit(context: RankContext, scenario: str, precision: str) -> None:
-    """Copies and collectives are late; parameters are cut into several chunks. Fences order all uses of each buffer.
-
-    The host's own uses of host memory too. The resident model has as many slots: their number orders sums.
-    """
+    """Copies and collectives are late; fences order all uses of each buffer, in chunks, and of host memory."""
     with simulated_device(), _small_chunks(scenario):
         resident = sharded(scenario, PRECISIONS[precision], **RESIDENT)
         train(resident, scenario, context)
@@ -87,19 +84,15 @@ def _scale_losses(model: Any, context: RankContext) -> None:
 def _change_options(model: Any, context: RankContext) -> None:
     optimizer = _fused(model, lr=torch.tensor(0.1))
     for step in range(3):
-        stack_step(model, context.call(step))
-        optimizer.step()
+        train_stack(model, optimizer, context, first=step, steps=1)
         optimizer.param_groups[0]["lr"] = torch.tensor(0.1) * 0.5**step
 
 
 def _load_counters(model: Any, context: RankContext) -> None:
     optimizer = _fused(model)
-    for step in range(3):
-        stack_step(model, context.call(step))
-        optimizer.step()
-        if step == 0:
-            state = map_tensors(optimizer.state_dict(), lambda value: value if value.ndim else value.clone())
-            optimizer.load_state_dict(state)
+    train_stack(model, optimizer, context, steps=1)
+    optimizer.load_state_dict(map_tensors(optimizer.state_dict(), lambda each: each if each.ndim else each.clone()))
+    train_stack(model, optimizer, context, first=1, steps=2)
 
 
 def _clip(model: Any, call: Call) -> None:
@@ -125,19 +118,12 @@ def _twice(steps: Callable[[Any, Call], None], model: Any, context: RankContext)
         steps(model, context.call(step))
 
 
+_ON_TWO = ("clipping", "micro-batches", _skip_layers, functools.partial(_twice, _change_weights))
+_ALONE = (_scale_losses, _change_options, _load_counters)
+
+
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world_size", "work"),
-    [
-        (2, "clipping"),
-        (2, "micro-batches"),
-        (2, _skip_layers),
-        (2, functools.partial(_twice, _change_weights)),
-        (1, _scale_losses),
-        (1, _change_options),
-        (1, _load_counters),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "work"), [*((2, work) for work in _ON_TWO), *((1, work) for work in _ALONE)])
 def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, work: Any) -> None:
     """FETCH allocates chunks, which STORE reads. Compute allocates factors, options and counters, which FETCH reads."""
     scenario = work if isinstance(work, str) else "clipping"
@@ -151,11 +137,7 @@ def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, wor
 
 
 # By what a wait guards that the race detector does not see (test_waits), steps that need it; None: the scenario's.
-_WAITS: dict[str, Any] = {
-    "chunk 0": None,
-    "stepped chunks": None,
-    "what compute has written": _clip,
-}
+_WAITS: dict[str, Any] = {"chunk 0": None, "stepped chunks": None, "what compute has written": _clip}
 
 
 @on_ranks(2)
@@ -180,10 +162,7 @@ def test_each_wait_is_needed(context: RankContext, what: str) -> None:
 @on_ranks(1)
 @pytest.mark.parametrize("trains", ["embedding", "blocks.0"])
 def test_events_order_the_copies_of_a_single_unit(context: RankContext, trains: str) -> None:
-    """Waits of other units lie neither between its reductions nor behind its step.
-
-    Backward fetches no embedding, so nothing is fetched between two backwards of one forward.
-    """
+    """Waits of other units lie neither between its reductions nor behind its step. Backward fetches no embedding."""
     model: Any = built(lambda: TinyLM(TinyConfig(vocabulary=160)))
     for name, param in model.named_parameters():
         param.requires_grad_(trains in name)
@@ -199,21 +178,6 @@ def test_events_order_the_copies_of_a_single_unit(context: RankContext, trains: 
                     loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "scenario", "budget"), [(1, "clipping", "9KB"), (2, "micro-batches", "9KB")])
-def test_a_part_of_the_state_stays_on_the_device(context: RankContext, scenario: str, budget: str) -> None:
-    """The first units' state; the results are the same, with backward in a thread of its own."""
-    with simulated_device(), backward_elsewhere(), _small_chunks(scenario):
-        resident = sharded(scenario, BF16, **RESIDENT)
-        train(resident, scenario, context)
-        model = sharded(scenario, BF16, **OFFLOAD, device_budget=budget)
-        with late(model):
-            train(model, scenario, context)
-        on_host = [unit.is_on_host for unit in engine_inside(model).units]
-        assert on_host == sorted(on_host) and {*on_host} == {False, True}
-        assert_same(full_weights(model), full_weights(resident), "weights", EXACT)
 
 
 class _Waits(Observer):
@@ -237,8 +201,7 @@ class _Waits(Observer):
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world_size", "around"),
-    [(1, contextlib.nullcontext), (2, functools.partial(Join, repeat=print))],
+    ("world_size", "around"), [(1, contextlib.nullcontext), (2, functools.partial(Join, repeat=print))]
 )
 def test_the_host_never_waits_in_a_steady_step(context: RankContext, around: Callable[..., Any]) -> None:
     """Micro-batches, clipping, the step and clearing of gradients included."""
@@ -250,10 +213,7 @@ def test_the_host_never_waits_in_a_steady_step(context: RankContext, around: Cal
         def step(number: int) -> None:
             for part in range(2):
                 stack_step(model, context.call(2 * number + part))
-            if number % 2:
-                model.clip_grad_norm_(0.1)
-            else:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            model.clip_grad_norm_(0.1)
             optimizer.step()
             optimizer.zero_grad()
 

@@ -1,13 +1,11 @@
 """Where code outside of the model finds it with ``offload="state"``: weights are in host memory, the model is not.
 
-On the CPU, which plays a device with streams, these tests compare numbers. On a device of its own they also show that
-no tensor of the one meets a tensor of the other.
+On a device of its own, which the CPU plays else, these tests also show that tensors of both do not meet.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +24,6 @@ from streamshard import (
     load_optimizer_state_dict,
     save_checkpoint,
 )
-from streamshard.optim import update_parameters
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -41,6 +38,7 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
+    sharded_model,
 )
 from tests.scenarios import BF16, OFFLOAD, RESIDENT
 from tests.training.test_offload_events import Run, device_of, lateness
@@ -64,7 +62,7 @@ def test_the_device_of_a_model_is_where_it_computes(context: RankContext) -> Non
     """Its class has a property `device`; so may that of a model inside."""
     with device_of(context):
         model: Any = StreamShard(built(lambda: nn.Sequential(Placed())), precision=FP32, **OFFLOAD)
-        alone: Any = StreamShard(built(Placed), precision=FP32, **RESIDENT)
+        alone = sharded_model(Placed, **RESIDENT)
         host = engine_inside(model).host
         assert host is not None
         host.device = META  # a device that no parameter is on
@@ -81,10 +79,7 @@ def _generated(context: RankContext, **settings: Any) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     greedy: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    found = {
-        "greedy": model.generate(tokens.to(model.device), **greedy),
-        "from nothing": model.generate(**greedy),
-    }
+    found = {"greedy": model.generate(tokens.to(model.device), **greedy), "from nothing": model.generate(**greedy)}
     if context.world_size == 1:  # else NCCL would get the tokens, with or without offload
         found["from host memory"] = model.generate(tokens, **greedy)
     model.eval()
@@ -123,7 +118,7 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
         raise Trouble(inputs[0].device)
 
     with device_of(context):
-        model: Any = StreamShard(built(), precision=FP32, **OFFLOAD)
+        model = sharded_model(**OFFLOAD)
         model.register_forward_pre_hook(stop)
         host = engine_inside(model).host
         assert host is not None
@@ -135,12 +130,12 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
 
 def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any], **function: Any) -> dict[str, Tensor]:
     """The average of a model that trains with `ours`, in a model with `theirs`."""
-    run = Run(context, ours)
-    average: Any = StreamShard(built().to(context.device).requires_grad_(False), precision=FP32, **theirs)
-    for step in range(3):
+    run, average = Run(context, ours), AveragedModel(built().to(context.device).requires_grad_(False), **function)
+    StreamShard(average.module, precision=FP32, **theirs)
+    for _ in range(3):
         run.step()
-        update_parameters(average, run.model, step, **function)
-    return full_weights(average)
+        average.update_parameters(run.model)
+    return full_weights(average.module)
 
 
 @on_ranks(1, 2, backend="of accelerator")
@@ -148,7 +143,7 @@ def test_an_average_may_be_in_other_memory_than_its_model(context: RankContext) 
     """All of it, or, by their budgets, other layers than in the model."""
     partly = OFFLOAD | {"device_budget": "9KB"}
     runs: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-        (RESIDENT, OFFLOAD, {}),
+        (RESIDENT, OFFLOAD, {"multi_avg_fn": get_swa_multi_avg_fn()}),
         (OFFLOAD, RESIDENT, {"avg_fn": get_ema_avg_fn(0.9)}),
         (partly, OFFLOAD, {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
     ]
@@ -197,43 +192,31 @@ STEPS = 3
 class LongContext(Stack):
     """Between its layers, activations lie in host memory, and nothing else is saved."""
 
-    def order(self) -> Iterable[Callable[[Tensor], Tensor]]:
-        return [functools.partial(_checkpointed, layer) for layer in self.layers]
-
-
-def _checkpointed(layer: nn.Module, x: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu(pin_memory=True):
-        out: Tensor = checkpoint(layer, x, use_reentrant=False)
-    return out
-
-
-class _Counted(torch.autograd.graph.save_on_cpu):
-    """Notes the shapes that it copies."""
-
-    shapes: list[tuple[int, ...]]
-
-    def __init__(self, pin_memory: bool = False) -> None:
-        super().__init__(pin_memory=pin_memory)
-        self._pack = self.pack_hook
-        self.pack_hook = self._note
-
-    def _note(self, tensor: Tensor) -> Any:
-        self.shapes.append(tuple(tensor.shape))
-        return self._pack(tensor)
+    def order(self) -> Any:
+        for layer in self.layers:
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                yield functools.partial(checkpoint, layer, use_reentrant=False)
 
 
 @on_ranks(1, 2, backend="of accelerator")
 def test_activations_in_host_memory_change_no_bit(context: RankContext) -> None:
     """Of each layer its input is copied, and no weight."""
-    _Counted.shapes = []
-    with device_of(context), mock.patch.object(torch.autograd.graph, "save_on_cpu", _Counted):
+    shapes: list[tuple[int, ...]] = []
+
+    class Counted(torch.autograd.graph.save_on_cpu):
+        def __init__(self, pin_memory: bool = False) -> None:
+            super().__init__(pin_memory=pin_memory)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: (shapes.append(tuple(tensor.shape)), pack(tensor))[1]
+
+    with device_of(context), mock.patch.object(torch.autograd.graph, "save_on_cpu", Counted):
         resident = Run(context, {**RESIDENT, "precision": BF16})
         resident.step(STEPS)
-        assert _Counted.shapes == []
+        assert shapes == []
         run = Run(context, {**OFFLOAD, "precision": BF16}, build=LongContext)
         with lateness(context, run.model):
             run.step(STEPS)
-        assert _Counted.shapes == [(4, DIM)] * len(run.model.layers) * STEPS
+        assert shapes == [(4, DIM)] * len(run.model.layers) * STEPS
         assert_same(full_weights(run.model), full_weights(resident.model), "weights", EXACT)
 
 

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import (
-    CheckpointError,
-    ShardingError,
-    StreamShard,
-    export_safetensors,
-    load_checkpoint,
-    save_checkpoint,
-)
+from streamshard import StreamShard, export_safetensors, load_checkpoint, save_checkpoint
+from streamshard.errors import CheckpointError, ShardingError
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -30,6 +24,7 @@ from tests.reference import (
     assert_trains_like_plain,
     built,
     full_weights,
+    sharded_model,
     stack_step,
     train_stack,
 )
@@ -107,7 +102,6 @@ def _as_parameters(model: nn.Module) -> nn.Module:
 
 
 def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
-    """A model whose layers have bases that torchao has quantized."""
     torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install streamshard[test]")
     model = _Base([nn.Linear(_WIDTH, _WIDTH).requires_grad_(False) for _ in range(3)])
     for layer in model.layers:
@@ -121,7 +115,6 @@ def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
 
 
 def _packed(model: nn.Module) -> dict[str, Tensor]:
-    """The bytes of all packed weights."""
     parts = (".base.weight", "data", "qweight")
     full = {name: each.view(torch.uint8) for name, each in full_weights(model).items() if name.endswith(parts)}
     assert len(full) == 3
@@ -171,7 +164,7 @@ def test_rank_0_has_the_scales_of_all_ranks(context: RankContext, form: str) -> 
 def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
     context: RankContext, form: str, tmp_path: Path
 ) -> None:
-    model = StreamShard(built(FORMS[form]), precision=FP32)
+    model = sharded_model(FORMS[form])
     optimizer = adamw(model)
     stack_step(model, context.call(0))
     optimizer.step()
@@ -180,7 +173,7 @@ def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
     with pytest.raises(ShardingError, match=r"copy\(\) of parameter 'layers.0.base.weight' .*copy.deepcopy\(\)"):
         copy.copy(weight)
     assert torch.equal(copy.deepcopy(weight), weight)
-    again = StreamShard(built(FORMS[form]), precision=FP32)
+    again = sharded_model(FORMS[form])
     load_checkpoint(tmp_path, again, adamw(again))
     assert_same(full_weights(again), full_weights(model), "state", EXACT)
     torch.manual_seed(11)
@@ -191,25 +184,22 @@ def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
 def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
     """Before any other rank is met."""
     bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
-    unquantized = nn.Sequential(bnb.nn.Linear4bit(_WIDTH, _WIDTH))
-    with pytest.raises(ShardingError, match=r"'0\.weight' is not quantized yet"):
-        StreamShard(unquantized)
-    repacked = _four_bit()
-    repacked.layers[0].base.weight.quant_state.packing_format_for_cpu = True  # type: ignore[union-attr]
-    with pytest.raises(ShardingError, match=r"layers\.0\.base\.weight' was repacked for a CPU"):
-        StreamShard(repacked)
+    repacked: Any = _four_bit()
+    repacked.layers[0].base.weight.quant_state.packing_format_for_cpu = True
     eight_bit = nn.Sequential(bnb.nn.Linear8bitLt(_WIDTH, _WIDTH, has_fp16_weights=False))
     eight_bit[0].weight.data = torch.zeros(_WIDTH, _WIDTH, dtype=torch.int8)
-    with pytest.raises(ShardingError, match=r"'0\.weight' is a Int8Params"):
-        StreamShard(eight_bit)
-    trained = _torchao("Int8WeightOnlyConfig").requires_grad_(True)
-    with pytest.raises(ShardingError, match=r"'layers\.0\.base\.weight' is a Int8Tensor"):
-        StreamShard(trained)
-    strided = _torchao("Int8WeightOnlyConfig")
+    strided: Any = _torchao("Int8WeightOnlyConfig")
     weight = strided.layers[1].base.weight
     weight.scale = weight.scale.expand(_WIDTH, 2)
-    with pytest.raises(ShardingError, match=r"'layers\.1\.base\.weight' is a Int8Tensor"):
-        StreamShard(strided)
+    for model, said in (
+        (nn.Sequential(bnb.nn.Linear4bit(_WIDTH, _WIDTH)), r"'0\.weight' is not quantized yet"),
+        (repacked, r"layers\.0\.base\.weight' was repacked for a CPU"),
+        (eight_bit, r"'0\.weight' is a Int8Params"),
+        (_torchao("Int8WeightOnlyConfig").requires_grad_(True), r"'layers\.0\.base\.weight' is a Int8Tensor"),
+        (strided, r"'layers\.1\.base\.weight' is a Int8Tensor"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            StreamShard(model)
 
 
 # -- torchao's tensors, which consist of others -----------------------------------------------------------------------
@@ -219,7 +209,7 @@ def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
 @pytest.mark.parametrize("form", ["torchao int8", "torchao nf4"])
 def test_parts_are_guarded_as_weights_are(context: RankContext, form: str) -> None:
     """Reads by another layer, and writes by the own one, of the part in the slot; torch sees neither."""
-    model = StreamShard(built(FORMS[form]), precision=FP32, weight_slots=2)
+    model = sharded_model(FORMS[form], weight_slots=2)
     kinds = {type(layer.base.weight).__name__ for layer in model.layers}
     assert kinds == {"Int8Tensor" if "int8" in form else "NF4Tensor"}
     part = "qdata" if "int8" in form else "quantized_data"
@@ -254,7 +244,7 @@ def test_a_packed_base_streams_from_host_memory(context: RankContext) -> None:
     """Its bytes are fetched twice in a step, late, and stay the same. Adapters train as without ``offload``."""
 
     def trained(**settings: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        model: Any = StreamShard(built(FORMS["uint8"]), precision=FP32, **settings)
+        model = sharded_model(FORMS["uint8"], **settings)
         with late(model):
             train_stack(model, adamw(model), context)
             return full_weights(model), _packed(model)

@@ -16,12 +16,11 @@ from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.comm.transport import sum_in_rank_order
 from streamshard.nested import tensors_in
 from tests import families
-from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
+from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, stack_of, token_batch, vector_batch
 from tests.races import detect_races
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ROUNDING,
-    Call,
     Tolerance,
     adamw,
     assert_same,
@@ -65,18 +64,12 @@ class Mixed:
                     main.grad = grad if main.grad is None else main.grad + grad
         return losses
 
-    def update(self) -> None:
-        """Optimizer step on the main weights."""
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
 
 def _pair(precision: Precision, **config: Any) -> tuple[Mixed, nn.Module]:
-    torch.manual_seed(7)
-    mixed = Mixed(TinyLM(TinyConfig(**config)), precision)
-    mixed.compute.scale = mixed.compute.scale.float()  # type: ignore[assignment]  # buffers keep their dtype
-    torch.manual_seed(7)
-    return mixed, StreamShard(TinyLM(TinyConfig(**config)), precision=precision)
+    plain, model = (built(lambda: TinyLM(TinyConfig(**config))) for _ in range(2))
+    mixed = Mixed(plain, precision)
+    plain.scale = plain.scale.float()  # buffers keep their dtype
+    return mixed, StreamShard(model, precision=precision)
 
 
 def train_beside(context: RankContext, mixed: Mixed, model: nn.Module, tolerance: Tolerance, *, steps: int = 3) -> None:
@@ -88,9 +81,9 @@ def train_beside(context: RankContext, mixed: Mixed, model: nn.Module, tolerance
         assert_same({"loss": found}, {"loss": wanted[context.rank]}, f"loss of step {number}", tolerance)
         grads = {name: grad for name, grad in full_grads(model).items() if name in mixed.main}
         assert_same(grads, {name: p.grad for name, p in mixed.main.items()}, "gradients", tolerance)
-        mixed.update()
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in (mixed.optimizer, optimizer):
+            each.step()
+            each.zero_grad()
 
 
 def assert_same_main_weights(model: nn.Module, mixed: Mixed, tolerance: Tolerance) -> None:
@@ -126,10 +119,7 @@ def test_a_bf16_wire_rounds_the_weights_with_which_layers_compute_in_fp32(contex
 
 @on_ranks(1, 2)
 def test_layers_compute_in_param_dtype(context: RankContext) -> None:
-    """Floating-point inputs are cast, in containers too, unless `cast_inputs=False`. Outside all is fp32.
-
-    Outputs come in `output_dtype`, through which gradients flow.
-    """
+    """Inputs are cast, in containers too, unless `cast_inputs=False`; outputs to `output_dtype`. The rest is fp32."""
     seen: list[torch.dtype] = []
 
     class Looking(Stack):
@@ -224,13 +214,12 @@ def test_an_output_with_a_loss_keeps_its_logits_and_a_cache_stays_as_it_is(conte
         with torch.no_grad():
             return [tensor.dtype for tensor in tensors_in(model(x, returned))]
 
-    without_loss = {
-        "dict": lambda t: {"logits": t, "aux_loss": t.mean(), "loss": None},
-        "transformers": lambda t: CausalLMOutputWithPast(logits=t, hidden_states=(t, t)),
-        "tuple": lambda t: (t, t.mean()),
-        "list of dicts": lambda t: [{"boxes": t}, {"boxes": t}],
-    }
-    for returned in without_loss.values():
+    for returned in (
+        lambda t: {"logits": t, "aux_loss": t.mean(), "loss": None},
+        lambda t: CausalLMOutputWithPast(logits=t, hidden_states=(t, t)),
+        lambda t: (t, t.mean()),
+        lambda t: [{"boxes": t}, {"boxes": t}],
+    ):
         assert set(dtypes(returned)) == {SINGLE}
     assert dtypes(lambda t: CausalLMOutputWithPast(loss=t.mean(), logits=t)) == [SINGLE, BF16]
     assert dtypes(lambda t: {"loss": t.mean(1), "aux_loss": t.mean(), "logits": t}) == [SINGLE, SINGLE, BF16]
@@ -275,8 +264,6 @@ NEAR_IN_BF16 = Tolerance(5e-2, 5e-3)  # in most layers
 
 
 class Normed(nn.Module):
-    """A residual layer with a norm, and a gate of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
@@ -290,12 +277,7 @@ class Normed(nn.Module):
         return x + torch.tanh(self.linear(y)) * torch.sigmoid(self.gate(y))
 
 
-class Gated(Stack):
-    """Of such layers."""
-
-    def __init__(self) -> None:
-        super().__init__((DIM,) * 5)
-        self.layers = nn.ModuleList(Normed() for _ in range(4))
+Gated = stack_of(Normed)
 
 
 def in_fp32(model: nn.Module) -> set[str]:
@@ -321,7 +303,7 @@ def test_listed_modules_compute_in_fp32(context: RankContext) -> None:
         assert in_fp32(model) == {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
         stack_step(model, context.call(0))
     for entry, said in (("nor", "'nor'"), ("layers.9", "'layers.9'"), (nn.BatchNorm1d, "of class BatchNorm1d")):
-        with pytest.raises(ConfigError, match=f"Gated has no module or parameter {said}"):
+        with pytest.raises(ConfigError, match=f"Stack has no module or parameter {said}"):
             StreamShard(Gated(), precision=Precision(fp32_modules=[entry]))
     for wrong in ("norm", [3], [""], nn.LayerNorm):
         with pytest.raises(ConfigError, match="fp32_modules=.*: wanted a list or tuple of names and of module classes"):
@@ -333,7 +315,7 @@ def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: 
     """Inside a layer nothing else notices. Gradients are near those of fp32."""
     precision = Precision(fp32_modules=[nn.LayerNorm, "gate"])
     plain: Any = built(Gated)
-    model: Any = sharded_model(Gated, precision=precision)
+    model = sharded_model(Gated, precision=precision)
     single = sharded_model(Gated)
     inputs = vector_batch(0, context.rank)
     found = model(inputs)
@@ -355,7 +337,7 @@ def test_a_listed_module_takes_fp32_and_returns_the_dtype_of_its_input(context: 
 def test_batch_norm_trains_in_a_half_precision_model(context: RankContext) -> None:
     """Its weights and statistics are fp32 without being listed."""
     plain: Any = built(NormStack)
-    model: Any = sharded_model(NormStack, precision="bf16")
+    model = sharded_model(NormStack, precision="bf16")
     assert in_fp32(model) == {name for name, _ in model.named_parameters() if name.startswith("norms")}
     call = context.call(0)
     stack_step(model, call)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from streamshard import StreamShard
 from tests.models import Block, Calling, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
-from tests.ranks import RankContext, on_ranks
+from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     SETTINGS,
-    Call,
     Step,
     assert_trains_like_plain,
     case,
@@ -28,11 +28,10 @@ from tests.reference import (
     sharded_model,
     stack_step,
 )
+from tests.scenarios import RoutedStack
 
 
 class Program(NamedTuple):
-    """A model, a step, and settings of `StreamShard`."""
-
     build: Callable[[], nn.Module]
     step: Step = stack_step
     settings: dict[str, Any] = {}
@@ -60,8 +59,6 @@ def _without_the_roots_forward(model: Any, call: Call) -> Tensor:
 
 
 class RecomputedInside(Block):
-    """A block that recomputes its own attention."""
-
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed: Any = checkpoint(lambda y: self.attention(self.attention_norm(y), mask=mask), x, use_reentrant=False)
         x = x + mixed
@@ -70,8 +67,6 @@ class RecomputedInside(Block):
 
 
 class InPairs(TinyLM):
-    """A checkpoint around each two blocks, which have others inside."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(RecomputedInside(dropout=0.3) for _ in range(4))
@@ -109,8 +104,18 @@ def _evaluation_between(model: nn.Module, call: Call) -> Tensor:
     return call.backward(loss)
 
 
+def _switch(model: Any, call: Call) -> Tensor:
+    """FSDP2's idiom, and a layer that the last micro-batch does not use."""
+    total = torch.zeros(())
+    for part in range(3):
+        if isinstance(model, StreamShard):
+            model.set_requires_gradient_sync(part == 2)
+        model.route = range(part // 2, 5)
+        total = total + stack_step(model, call._replace(step=3 * call.step + part))
+    return total
+
+
 def _partial_backward(model: Any, call: Call) -> Tensor:
-    """Backward of a loss on half of the layers, then of one on all."""
     x = vector_batch(call.step, call.rank)
     hidden: list[Tensor] = []
     hook = model.layers[1].register_forward_hook(lambda module, args, out: hidden.append(out))
@@ -126,6 +131,7 @@ PASSES: dict[str, Program] = {
     "selective checkpoints": Program(lambda: Selective(TinyConfig(dropout=0.3)), lm_step),
     "a checkpoint of the whole model": Program(Stack, _all_recomputed),
     "evaluation between forward and backward": Program(Stack, _evaluation_between),
+    "set_requires_gradient_sync": Program(RoutedStack, _switch),
     "a partial backward first": Program(Stack, _partial_backward),
 }
 
@@ -156,6 +162,16 @@ def _discriminating(model: Any, call: Call) -> Tensor:
             call.backward(model(x).square().mean())
             assert x.grad is not None and bool(x.grad.any())
     return call.backward(_loss(model, call, 1))
+
+
+def _frozen_while_waiting(model: Any, call: Call) -> Tensor:
+    """Two whole layers are frozen before the last micro-batch; on one rank one of them never ran."""
+    with no_sync(model):
+        model.route = range(5) if call.rank == 0 else (0, 2, 3, 4)
+        stack_step(model, call)
+    model.route = range(5)
+    with _frozen(model.layers[1]), _frozen(model.layers[3]):
+        return stack_step(model, call._replace(step=call.step + 50))
 
 
 def _first_in_first_out(model: Any, call: Call) -> Tensor:
@@ -225,6 +241,7 @@ def _with_penalty_on_slopes(model: Any, call: Call) -> Tensor:
 GRAPHS: dict[str, Program] = {
     "frozen in the backward": Program(Stack, _frozen_in_backward),
     "frozen while gradients accumulate": Program(Stack, _discriminating),
+    "layers frozen while gradients wait": Program(RoutedStack, _frozen_while_waiting),
     "first in, first out": Program(Stack, _first_in_first_out),
     **{f"penalties, {where}": Program(Stack, _penalised(where)) for where in ("in all", "before each", "alone")},
     "layers that differentiate their activations": Program(stack_of(EnergyLayer)),
@@ -238,16 +255,12 @@ GRAPHS: dict[str, Program] = {
 
 @dataclass
 class Record:
-    """A dataclass that pytree does not know."""
-
     value: Tensor
     note: str = "kept"
     nothing: None = None
 
 
 class Pair(NamedTuple):
-    """A tensor and a number."""
-
     tensor: Tensor
     number: int
 
@@ -409,10 +422,7 @@ def test_a_program_trains_like_plain_pytorch(context: RankContext, settings: str
 
 
 class Paired(nn.Sequential):
-    """A checkpoint around each two layers."""
-
     def forward(self, x: Tensor, *, is_reentrant: bool) -> Tensor:
-        """[..] -> [..]."""
         for first in range(0, len(self), 2):
             out: Any = checkpoint(nn.Sequential(self[first], self[first + 1]), x, use_reentrant=is_reentrant)
             x = out

@@ -12,30 +12,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from streamshard import StreamShard
 from streamshard.core import late_step
 from tests.models import vector_batch
-from tests.ranks import RankContext, RankPool
+from tests.ranks import Call, RankContext, RankPool
 from tests.reference import (
     EXACT,
-    FP32,
-    Call,
     Tolerance,
     adamw,
     assert_same,
     assert_trains_like_plain,
-    built,
+    engine_inside,
     full_weights,
     no_sync,
     sgd,
+    sharded_model,
 )
 from tests.scenarios import RoutedStack, over_sockets
 from tests.simulated import late, simulated_device
 
 
 class Part(NamedTuple):
-    """A micro-batch."""
-
     route: tuple[int, ...] | None  # layers that run, counted round; None: all in turn
     left_out: tuple[int, int, int]  # by rank, a layer that this rank does not run; -1: none. Only where all run in turn
     reentrant: bool | None  # checkpointing of each layer, and of which kind; None: none
@@ -43,7 +39,6 @@ class Part(NamedTuple):
     is_quiet: bool  # in `no_sync`
 
     def places(self, depth: int, rank: int) -> list[int]:
-        """The numbers of the layers that `rank` runs, in order."""
         if self.route is None:
             return [place for place in range(depth) if place != self.left_out[rank]]
         return [place % depth for place in self.route]
@@ -119,7 +114,6 @@ def _build(program: Program) -> nn.Module:
 
 
 def _prepare(program: Program, model: nn.Module, number: int) -> None:
-    """Freeze and change weights before a step."""
     step = program.steps[number]
     for name, param in model.named_parameters():
         param.requires_grad_(f"layers.{step.frozen}." not in name)
@@ -157,7 +151,7 @@ def _run_in_host_memory(context: RankContext, program: Program) -> None:
     options = program.settings | {"weight_slots": 2, "grad_slots": None}  # their number changes the order of sums
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
         for place in ({}, {"offload": "state", "device_budget": program.device_budget}):
-            model: Any = StreamShard(built(functools.partial(_build, program)), precision=FP32, **options, **place)
+            model = sharded_model(functools.partial(_build, program), **options, **place)
             optimizer = program.make(model)
             with late(model):
                 for number, step in enumerate(program.steps):
@@ -167,6 +161,8 @@ def _run_in_host_memory(context: RankContext, program: Program) -> None:
                         model.clip_grad_norm_(0.1)
                     optimizer.step()
                     optimizer.zero_grad(set_to_none=number % 2 == 0)
+            on_host = [unit.is_on_host for unit in engine_inside(model).units]
+            assert on_host == sorted(on_host)  # the first units' state stays on the device
             found.append(full_weights(model))
     assert_same(found[1], found[0], "weights", EXACT)
 

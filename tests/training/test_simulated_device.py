@@ -117,8 +117,7 @@ def test_every_precision_is_reduced_right(context: RankContext, precision: str) 
 def test_averages_are_ordered_by_events(context: RankContext, shape: tuple[int, int], slots: dict[str, Any]) -> None:
     """No races, though no host waits for a work. Collectives go before what computes.
 
-    A model may be freed in the middle of a pass, after an exception say, while gathers are under way: the device's
-    allocator would reuse the memory at once, if ``record_stream`` did not tell it to wait.
+    A model may be freed while gathers are under way: ``record_stream`` tells the device's allocator to wait.
     """
     with simulated_device() as device, checking_streams(device) as checker:
         model = sharded("a kept graph", BF16, mesh=mesh_2d(*shape), keep_main_grads=True, **slots)

@@ -60,7 +60,7 @@ from tests.reference import (
 from tests.simulated import simulated_device
 
 WORDS, TOKENS, STEPS, CLIP = 33, 8, 2, 0.5
-Course = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, weights
+Course = tuple[list[float], dict[str, Tensor]]  # norms, weights
 pytestmark = [
     pytest.mark.filterwarnings("ignore:While redistributing:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*lru_cache:UserWarning"),
@@ -68,23 +68,26 @@ pytestmark = [
 
 
 @functools.cache
-def _example() -> Any:
-    """The names of the script, with a vocabulary that no number of ranks divides."""
-    names: Any = runpy.run_path(str(ROOT / "docs/examples/tensor_parallel.py"))
-    names["make_model"].__globals__.update(VOCAB=WORDS)
+def example(name: str) -> Any:
+    """The names of a script, with a vocabulary that no number of ranks divides."""
+    names: Any = runpy.run_path(str(ROOT / f"docs/examples/{name}_parallel.py"))
+    if name == "tensor":
+        names["make_model"].__globals__.update(VOCAB=WORDS)
     return names
 
 
-def _made(seed: int = 0, *, checkpoints: bool = False) -> Any:
-    model = _example()["make_model"]()
+def made(name: str, seed: int = 0) -> Any:
+    """Its model; with a `seed` all parameters have other values."""
+    model = example(name)["make_model"]()
     if seed:
         torch.manual_seed(seed)
         with torch.no_grad():
             for param in model.parameters():
                 param.normal_()
-    for layer in model.layers if checkpoints else ():
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return model
+
+
+_made = functools.partial(made, "tensor")
 
 
 def _parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -116,8 +119,8 @@ class _Axes(NamedTuple):
 
 def _mesh(*sizes: int) -> _Axes:
     """Meshes of other shapes have other names: torch caches by names, not by groups."""
-    world = init_device_mesh("cpu", sizes, mesh_dim_names=(f"dp of {sizes}", f"tp of {sizes}"))
-    return _Axes(world[f"dp of {sizes}"], world[f"tp of {sizes}"])
+    names = (f"dp of {sizes}", f"tp of {sizes}")
+    return _Axes(*map(init_device_mesh("cpu", sizes, mesh_dim_names=names).__getitem__, names))
 
 
 def _sharded(model: nn.Module, world: _Axes, *, sequence: bool = True, **settings: Any) -> Any:
@@ -126,23 +129,7 @@ def _sharded(model: nn.Module, world: _Axes, *, sequence: bool = True, **setting
     return StreamShard(model, mesh=world.dp, **{"precision": "fp32", **settings})
 
 
-def _fsdp2(model: Any, world: _Axes) -> Any:
-    """The same by FSDP2."""
-    _parallelize(model, world.tp, sequence=True)
-    for layer in model.layers:
-        fully_shard(layer, mesh=world.dp)
-    fully_shard(model, mesh=world.dp)
-    return model
-
-
-def _clip(model: Any, step: int) -> Tensor:
-    """By torch's function and by the model's own, in turn."""
-    is_torchs = step % 2 == 0 or not isinstance(model, StreamShard)
-    total: Tensor = nn.utils.clip_grad_norm_(model.parameters(), CLIP) if is_torchs else model.clip_grad_norm_(CLIP)
-    return total
-
-
-def _adam(model: nn.Module) -> torch.optim.Optimizer:
+def adam(model: Any) -> torch.optim.Optimizer:
     """With a large `eps`, which does not blow up the rounding of small gradients."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
@@ -150,16 +137,15 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 def _train(
     model: Any,
     world: _Axes | None = None,
-    clip: Callable[[Any, int], Tensor] = _clip,
     *,
     micro_batches: int = 1,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = STEPS,
+    clips: bool = True,
 ) -> Course:
-    """Train on this data rank's rows of each batch; the losses are means over them. Without `world` on all rows."""
-    optimizer = optimizer or _adam(model)
-    generator = torch.Generator().manual_seed(1)
-    losses, norms = [], []
+    """Train on this data rank's rows of each batch, without `world` on all; clip by either function in turn."""
+    optimizer = optimizer or adam(model)
+    generator, norms = torch.Generator().manual_seed(1), []
     for step in range(steps):
         rows = torch.randint(0, WORDS, (4, TOKENS), generator=generator)
         if world is not None:
@@ -169,29 +155,22 @@ def _train(
             with no_sync(model, number + 1 < len(parts)):
                 loss = F.cross_entropy(model(part)[:, :-1].flatten(0, 1), part[:, 1:].flatten()) / len(parts)
                 loss.backward()
-        norms.append(float(clip(model, step)))
+        if clips:
+            clip = functools.partial(nn.utils.clip_grad_norm_, model.parameters())
+            norms.append(float((clip if step % 2 == 0 else getattr(model, "clip_grad_norm_", clip))(CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    is_plain = not any(isinstance(param, DTensor) for param in model.parameters())
-    return losses, norms, full_weights(model) if is_plain else {}
+    return norms, full_weights(model) if clips else {}
 
 
 @functools.cache
 def _alone(steps: int = STEPS) -> Course:
-    """What one process trains on all rows."""
     return _train(_made(), steps=steps)
 
 
 def _assert_equal(found: Course, wanted: Course) -> None:
-    assert found[1] == pytest.approx(wanted[1], rel=1e-6)
-    assert difference(found[2], wanted[2]) < 1e-5
-
-
-def _freeze(model: Any) -> Any:
-    for name, param in model.named_parameters():
-        param.requires_grad_("attention" not in name)
-    return model
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    assert difference(found[1], wanted[1]) < 1e-5
 
 
 @on_ranks(4)
@@ -203,7 +182,10 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext)
     let_dynamo_look()
     world, whole = _mesh(2, 2), _mesh(1, 4)
     with case("tensor parallelism, micro-batches, checkpoints"):
-        model = _sharded(_made(checkpoints=True), world, sequence=False)
+        model = _made()
+        for layer in model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        model = _sharded(model, world, sequence=False)
         _assert_equal(_train(model, world, micro_batches=2), _alone())
     with case("sequence parallelism, compiled"):
         model = _sharded(_made(), world)
@@ -220,10 +202,13 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext)
         assert sum(everywhere(piece_of(weight).numel())) == weight.numel() == 128 * 32
         _assert_equal(_train(model, world), _alone())
     with case("some frozen before sharding, some after"):
-        models = [_sharded(_freeze(_made()), world), _freeze(_made())]
-        for model in models:
-            model.layers[0].up.weight.requires_grad_(False)
-        _assert_equal(_train(models[0], world), _train(models[1]))
+        model, plain = _made(), _made()
+        for layer in (*model.layers, *plain.layers):
+            layer.attention.requires_grad_(False)
+        model = _sharded(model, world)
+        for each in (model, plain):
+            each.layers[0].up.weight.requires_grad_(False)
+        _assert_equal(_train(model, world), _train(plain))
     with case("state in host memory, on a simulated device"), simulated_device():
         _assert_equal(_train(_sharded(_made(), world, offload="state"), world, steps=3), _alone(3))
 
@@ -232,7 +217,7 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext)
 def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: RankContext) -> None:
     """As from a DistributedSampler over all ranks. With the same batches along the axis the model trains on."""
     world = _mesh(2, 2)
-    model, optimizer = _run_of(world, 0)
+    model, optimizer = with_adam(_sharded(_made(0), world))
     shuffled = torch.arange(8).view(2, 4).roll(context.rank, 0)
     for own in (torch.full((2 + context.rank, 4), 3), torch.full((2, 4), context.rank), shuffled):
         with pytest.raises(RankMismatchError, match="ranks 0 and 1 of the model .* different inputs: give all ranks"):
@@ -245,7 +230,7 @@ def test_different_batches_along_the_axis_raise_before_a_layer_runs(context: Ran
 @on_ranks(4)
 def test_copies_that_have_drifted_apart_are_named_by_a_save(context: RankContext, tmp_path: Path) -> None:
     """Each rank along "tp" has changed a norm alone. The checkpoint, loaded, makes the copies equal."""
-    model, optimizer = _run_of(world := _mesh(2, 2), 0)
+    model, optimizer = with_adam(_sharded(_made(), world := _mesh(2, 2)))
     save_checkpoint(tmp_path, model, optimizer)
     with torch.no_grad():
         model.norm.weight.add_(world.tp.get_local_rank())
@@ -260,8 +245,8 @@ def test_copies_that_have_drifted_apart_are_named_by_a_save(context: RankContext
 @on_ranks(2, 4)
 def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
     """As a user starts it, on two replicas of two parts, or of one."""
-    model, norms = _example()["main"](STEPS, 2, context.world_size // 2)
-    assert_script_trained_like_plain(_example(), model, norms)
+    model, norms = example("tensor")["main"](STEPS, 2, context.world_size // 2)
+    assert_script_trained_like_plain(example("tensor"), model, norms)
 
 
 @on_ranks(4)
@@ -318,45 +303,31 @@ def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> No
             sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
 
 
-@on_ranks(2)
-def test_old_dtensors_keep_no_memory(context: RankContext) -> None:
-    """A list of parameters from before sharding."""
-    mesh, model = _mesh(1, 2).tp, _made()
-    _parallelize(model, mesh, sequence=True)
-    old = [param for param in model.parameters() if isinstance(param, DTensor)]
-    StreamShard(model, precision="fp32")
-    assert not any(DTensor._local_tensor.__get__(each).numel() for each in old)  # type: ignore[attr-defined]
-
-
 # -- saving and loading -----------------------------------------------------------------------------------------------
 
 
-def _run_of(world: _Axes, seed: int) -> tuple[Any, torch.optim.Optimizer]:
-    model = _sharded(_made(seed), world)
-    return model, _adam(model)
+def with_adam(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    return model, adam(model)
 
 
-def _saved(context: RankContext, path: Path, tp: int) -> tuple[dict[str, Tensor], Any]:
-    world = _mesh(context.world_size // tp, tp)
-    model, optimizer = _run_of(world, 0)
-    _train(model, world, optimizer=optimizer, steps=1)
+def save(path: Path, model: Any, optimizer: Any) -> tuple[dict[str, Tensor], Any]:
+    """A checkpoint and an export; full weights and full state."""
     save_checkpoint(path / "run", model, optimizer)
     export_safetensors(model, path / "export")
     return full_weights(model), full_optimizer_state_dict(model, optimizer, rank0_only=False)
 
 
-def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor], state: Any) -> None:
-    """Load a checkpoint, and into another model full weights, an export, and full state; compare."""
-    world = _mesh(context.world_size // tp, tp)
-    model, optimizer = _run_of(world, 1)
+def assert_loads(path: Path, weights: dict[str, Tensor], state: Any, make: Callable[[int], Any]) -> None:
+    """Load the checkpoint, and into another model full weights, the export, and full state. `make` takes a seed."""
+    model, optimizer = with_adam(make(1))
     load_checkpoint(path / "run", model, optimizer)
-    other, own = _run_of(world, 2)
+    other, own = with_adam(make(2))
     load_optimizer_state_dict(other, own, state)
     other.load_state_dict(weights)
     assert difference(full_weights(other), weights) == 0.0
     with torch.no_grad():
-        other.head.weight.zero_()
-        other.norm.weight.zero_()
+        for param in other.parameters():
+            param.zero_()
     load_safetensors(other, path / "export")
     for each, its in ((model, optimizer), (other, own)):
         assert difference(full_weights(each), weights) == 0.0
@@ -365,11 +336,22 @@ def _loaded(context: RankContext, path: Path, tp: int, weights: dict[str, Tensor
     assert torch.equal(other(rows), model(rows))
 
 
+def _saved(context: RankContext, path: Path) -> tuple[dict[str, Tensor], Any]:
+    model, optimizer = with_adam(_sharded(_made(), world := _mesh(2, 2)))
+    _train(model, world, optimizer=optimizer, steps=1)
+    return save(path, model, optimizer)
+
+
+def _loaded(context: RankContext, path: Path, *saved: Any) -> None:
+    """On as many parts as ranks."""
+    assert_loads(path, *saved, lambda seed: _sharded(_made(seed), _mesh(1, context.world_size)))
+
+
 def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(ranks: Any, tmp_path: Path) -> None:
     """More parts, and one rank without DTensors; to the bit."""
-    weights, state = ranks(4).run(_saved, tmp_path, 2)[0]
-    for size, tp in ((4, 4), (1, 1)):
-        ranks(size).run(_loaded, tmp_path, tp, weights, state)
+    saved = ranks(4).run(_saved, tmp_path)[0]
+    for size in (4, 1):
+        ranks(size).run(_loaded, tmp_path, *saved)
 
 
 @on_ranks(4)
@@ -389,17 +371,25 @@ def test_a_state_dict_of_dtensors_loads_like_full_tensors(context: RankContext) 
 def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankContext, tmp_path: Path) -> None:
     """Weights and moments, to the bit."""
     world = _mesh(2, 2)
-    peer = _fsdp2(_made(), world)
-    theirs = _adam(peer)
+
+    def fsdp2(seed: int) -> Any:
+        model = _made(seed)
+        _parallelize(model, world.tp, sequence=True)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=world.dp)
+        return model
+
+    peer = fsdp2(0)
+    theirs = adam(peer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP2's, of views; DCP's
-        _train(peer, world, lambda *_: torch.zeros(()), optimizer=theirs, steps=1)
+        _train(peer, world, optimizer=theirs, steps=1, clips=False)
         weights, moments = get_state_dict(peer, theirs)
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path / "dcp")
     if context.rank == 0:
         from_dcp(tmp_path / "dcp", tmp_path / "run")
     dist.barrier()
-    model, optimizer = _run_of(world, 1)
+    model, optimizer = with_adam(_sharded(_made(1), world))
     load_checkpoint(tmp_path / "run", model, optimizer)
     wanted = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
     assert difference(full_weights(model), wanted) == 0.0
@@ -407,8 +397,8 @@ def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankC
     if context.rank == 0:
         to_dcp(tmp_path / "again", tmp_path / "back")
     dist.barrier()
-    other = _fsdp2(_made(2), world)
-    mine = _adam(other)
+    other = fsdp2(2)
+    mine = adam(other)
     state = dict(zip(("model", "optimizer"), get_state_dict(other, mine), strict=True))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -460,6 +450,7 @@ def test_what_steps_other_tensors_than_the_model_has_raises(context: RankContext
     sharded(torch.zeros(2, TOKENS, dtype=torch.int64)).mean().backward()
     old = before.param_groups[0]["params"]
     assert "DTensor" in type(old[0]).__name__ and old[0].shape == (WORDS, 32)
+    assert not any(DTensor._local_tensor.__get__(each).numel() for each in old if isinstance(each, DTensor))
     gone = r"of the DTensor '.*': .* after StreamShard\(model\), for optimizers too"
     for use in (before.step, before.zero_grad, lambda: nn.utils.clip_grad_norm_(old, CLIP)):
         with pytest.raises(ShardingError, match=gone):
@@ -468,14 +459,33 @@ def test_what_steps_other_tensors_than_the_model_has_raises(context: RankContext
         whole.step()
 
 
+def refused(model: Any, mesh: Any, said: str, kind: type[Exception] = ShardingError) -> None:
+    with pytest.raises(kind, match=said):
+        StreamShard(model, mesh=mesh)
+
+
+@on_ranks(4)
+def test_parts_that_are_no_dtensors_or_have_no_values_are_refused_by_name(context: RankContext) -> None:
+    """As torchtitan's models by default, as PEFT makes adapters without the mesh, and on meta on some ranks only."""
+    world, typed, on_meta = _mesh(2, 2), nn.Linear(4, 4), _made()
+    typed.weight._local_type = {"tp": "V"}
+    refused(typed, None, r"'weight' has a type of spmd_types.*spmd_backend=.partial_dtensor")
+    adapted, adapter = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Module()
+    parallelize_module(adapted, world.tp, {"1": ColwiseParallel()})
+    adapter.base_layer, adapter.lora_A = adapted[1], nn.Linear(8, 2, bias=False)
+    adapter.lora_B = nn.Linear(2, 4, bias=False)
+    adapted[1] = adapter
+    refused(adapted, world.dp, r"adapter '1.lora_B.weight' \[4, 2\] is made for this rank's part of a matrix")
+    parallelize_module(on_meta, world.tp, {"head": ColwiseParallel()})
+    if world.tp.get_local_rank():
+        on_meta.head.weight = nn.Parameter(on_meta.head.weight.detach().to("meta"))
+    refused(on_meta, world.dp, "'head.weight', a DTensor, is on the meta device on some ranks", RankMismatchError)
+
+
 @on_ranks(4)
 def test_models_with_dtensors_that_cannot_be_sharded_are_refused_by_name(context: RankContext) -> None:
     """On some ranks only, of another mesh, of several, with uneven strides, of two axes, or as a buffer."""
     world = _mesh(2, 2)
-
-    def refused(model: Any, mesh: Any, said: str, kind: type[Exception] = ShardingError) -> None:
-        with pytest.raises(kind, match=said):
-            StreamShard(model, mesh=mesh)
 
     def with_weights(*placed: tuple[DeviceMesh, Any]) -> nn.Module:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in placed))
@@ -512,39 +522,6 @@ def test_models_with_dtensors_that_cannot_be_sharded_are_refused_by_name(context
     model = with_weights((world.tp, cut))
     model.register_buffer("table", distribute_tensor(torch.ones(4), world.tp, cut), persistent=False)
     refused(model, world.dp, r"buffer 'table' is not dense \(DTensor")
-
-
-def test_parameters_with_types_of_spmd_types_are_refused() -> None:
-    """As torchtitan's models by default: plain parameters of this rank's part, with an attribute."""
-    model = nn.Linear(4, 4)
-    model.weight._local_type = {"tp": "V"}
-    with pytest.raises(ShardingError, match=r"'weight' has a type of spmd_types.*spmd_backend=.partial_dtensor"):
-        StreamShard(model)
-
-
-@on_ranks(2)
-def test_parts_on_meta_on_some_ranks_are_refused(context: RankContext) -> None:
-    """Rank 0 has no values for the other ranks' parts."""
-    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), _made()
-    parallelize_module(model, mesh, {"head": ColwiseParallel()})
-    if context.rank:
-        model.head.weight = nn.Parameter(model.head.weight.detach().to("meta"))
-    with pytest.raises(RankMismatchError, match="'head.weight', a DTensor, is on the meta device on some ranks only"):
-        StreamShard(model)
-
-
-@on_ranks(2)
-def test_adapters_of_a_part_are_refused(context: RankContext) -> None:
-    """As PEFT makes them, if it does not know of the mesh."""
-    mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    parallelize_module(model, mesh, {"1": ColwiseParallel()})
-    layer = nn.Module()
-    layer.base_layer, layer.lora_A, layer.lora_B = model[1], nn.Linear(8, 2, bias=False), nn.Linear(2, 4, bias=False)
-    model[1] = layer
-    with pytest.raises(
-        ShardingError, match=r"adapter '1.lora_B.weight' \[4, 2\] is made for this rank's part of a matrix"
-    ):
-        StreamShard(model)
 
 
 @on_ranks(2)
