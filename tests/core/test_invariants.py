@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Observer, StepEvent
+from streamshard.comm.streams import Collective, Observer, StepPart
 from streamshard.core.engine import Engine
 from streamshard.core.slots import WEIGHT_TRANSITIONS, WeightState
 from streamshard.core.unit_grads import GRAD_TRANSITIONS, GradState
@@ -42,11 +42,8 @@ from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded
 class _Stopping(Observer):
     """Is where `Stop` comes from."""
 
-    def __init__(self, moment: StepEvent) -> None:
-        self._moment = moment
-
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        if moment is self._moment:
+    def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
+        if part is StepPart.BACKWARD and not begins:
             raise Stop
 
 
@@ -180,7 +177,7 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
     engine = engine_inside(model)
     with pytest.raises(Trouble), failing(model.layers[2]):
         stack_step(model, context.call(1))
-    with engine.streams.observed_by(_Stopping(StepEvent.BACKWARD_ENDS)), pytest.raises(Stop):
+    with engine.streams.observed_by(_Stopping()), pytest.raises(Stop):
         model(vector_batch(1, context.rank))
     assert engine.phase is None
     _assert_units_at_rest(engine)
