@@ -23,8 +23,8 @@ the race detector, are told of every record and wait, so any machine can check t
 
 [Note: observers]
 Instruments (race detector, trace) derive from `Observer`; they replace no methods. The engine calls all
-`Streams.observers` when it issues a collective, records a fence, waits for one, or reaches a `StepEvent`. Without an
-instrument the tuple is empty. Observers are independent of each other, and may be added and removed in any order.
+`Streams.observers` when it issues a collective, records a fence, waits for one, or begins or ends a `StepPart`. Without
+an instrument the tuple is empty. Observers are independent of each other, and may be added and removed in any order.
 """
 
 from __future__ import annotations
@@ -93,44 +93,29 @@ class Collective(enum.Enum):
     """Of reduced gradients, on one rank."""
 
 
-class StepEvent(enum.Enum):
-    """A point of a step on the compute stream. See `Observer.on_event`.
+class StepPart(enum.Enum):
+    """A part of a step, which begins and ends on the compute stream. See `Observer.on_event`.
 
-    The wait for weights (rule 1) may come after FORWARD_BEGINS and BACKWARD_BEGINS. The root unit's forward is the
-    whole pass: the layers' forwards lie inside it. A forward that raises ends too. Only if the weights could not be put
-    in place, FORWARD_BEGINS comes alone.
+    The wait for weights (rule 1) may come after a forward or backward begins. The root unit's forward is the whole
+    pass: the layers' forwards lie inside it. A forward that raises ends too. Only if the weights could not be put in
+    place, its beginning comes alone.
     """
 
-    CAST_BEGINS = enum.auto()
-    """The host begins to cast weights in host memory that the user has changed (``offload``)."""
-    CAST_ENDS = enum.auto()
-    """The cast is done."""
-    GATHER_BEGINS = enum.auto()
-    """The host begins to issue the unit's all-gather."""
-    GATHER_ENDS = enum.auto()
-    """The all-gather is issued."""
-    FORWARD_BEGINS = enum.auto()
+    CAST = "cast"
+    """The host casts weights in host memory that the user has changed (``offload``)."""
+    ALL_GATHER = "all_gather"
+    """The host issues the unit's all-gather."""
+    FORWARD = "forward"
     """A layer of the unit is called in a pass."""
-    FORWARD_ENDS = enum.auto()
-    """The layer has computed."""
-    RECOMPUTATION_BEGINS = enum.auto()
+    RECOMPUTATION = "recomputation"
     """A layer of the unit is called in a backward."""
-    RECOMPUTATION_ENDS = enum.auto()
-    """The layer has computed."""
-    BACKWARD_BEGINS = enum.auto()
-    """Backward moves on to the unit, and has finished the units before it. The root unit comes first."""
-    BACKWARD_ENDS = enum.auto()
-    """Backward of the whole pass, all units, has ended."""
-    GRAD_WRITTEN = enum.auto()
-    """All new gradients of the unit have been copied into its slot, before the reduction."""
-    REDUCTION_BEGINS = enum.auto()
-    """The host begins to issue the reduction of the unit's gradients."""
-    REDUCTION_ENDS = enum.auto()
-    """The reduction is issued."""
-    OPTIMIZER_BEGINS = enum.auto()
-    """Any optimizer of the process is about to step. Only `streamshard.tools.trace` reports this."""
-    OPTIMIZER_ENDS = enum.auto()
-    """It has stepped."""
+    BACKWARD = "backward"
+    """Begins when backward moves on to the unit, and has finished the units before it; the root unit comes first. Ends
+    once, for all units."""
+    REDUCTION = "reduce_scatter"
+    """The host issues the reduction of the unit's gradients."""
+    OPTIMIZER = "optimizer"
+    """Any optimizer of the process steps. Only `streamshard.tools.trace` reports this."""
 
 
 class Observer:
@@ -168,8 +153,8 @@ class Observer:
     def on_done(self, fence: Fence, works: Sequence[Work]) -> None:
         """The host has waited for `works`. Only on the CPU."""
 
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        """The compute stream has reached `moment` of the unit with index `unit`; None: of all units."""
+    def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
+        """`part` of the unit with index `unit` begins or ends on the compute stream; None: of all units."""
 
 
 class Fence:
@@ -340,10 +325,10 @@ class Streams:
             for stream in self._own.values():
                 buffer.record_stream(stream)
 
-    def observe(self, moment: StepEvent, unit: int | None) -> None:
+    def observe(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
         """Report an event to the race detector, the trace and other observers."""
         for observer in self.observers:
-            observer.on_event(moment, unit)
+            observer.on_event(part, unit, begins=begins)
 
     def on(self, name: StreamName) -> _OnStream:
         """Run the body on the stream of this name. On the CPU only the name changes; there the context is reusable."""

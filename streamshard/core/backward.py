@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from streamshard.comm.streams import StepEvent
+from streamshard.comm.streams import StepPart
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.reductions import call_hooks
 from streamshard.core.unit import Unit
@@ -76,7 +76,7 @@ class Backward(Phase):
         engine = self._engine
         if is_profiled() or engine.profiler.is_on:
             engine.profiler.look()
-        engine.streams.observe(StepEvent.BACKWARD_BEGINS, ROOT_UNIT)
+        engine.streams.observe(StepPart.BACKWARD, ROOT_UNIT, begins=True)
         for unit in engine.units:
             unit.copy_trainability()
             if unit.grads.has_unreduced:
@@ -163,7 +163,7 @@ class Backward(Phase):
                 return
         engine = self._engine
         self._computing = unit
-        engine.streams.observe(StepEvent.BACKWARD_BEGINS, unit.index)
+        engine.streams.observe(StepPart.BACKWARD, unit.index, begins=True)
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
@@ -187,14 +187,14 @@ class Backward(Phase):
             self._engine.ends.saved.add(unit.index)
         self._recompute(unit)
         self._recomputing.append(unit)
-        self._engine.streams.observe(StepEvent.RECOMPUTATION_BEGINS, unit.index)
+        self._engine.streams.observe(StepPart.RECOMPUTATION, unit.index, begins=True)
         if self.graph is None:  # the backward has only met parameters of the root unit
             self.graph = Graph(self._engine.plan, {ROOT_UNIT: self._engine.root_unit.versions()})
         return Use(unit, self.graph, unit.versions())
 
     def post_forward(self, unit: Unit) -> None:
         """See `Phase`. The unit stays in place until its reduction."""
-        self._engine.streams.observe(StepEvent.RECOMPUTATION_ENDS, unit.index)
+        self._engine.streams.observe(StepPart.RECOMPUTATION, unit.index, begins=False)
         self._recomputing.pop()
         unit.guard.end_use()
         if self._recomputing:
@@ -215,7 +215,7 @@ class Backward(Phase):
     def _close_pass(self) -> None:
         """Issue the rest of the pass's program, and reshard all units but the root unit."""
         engine = self._engine
-        engine.streams.observe(StepEvent.BACKWARD_ENDS, None)
+        engine.streams.observe(StepPart.BACKWARD, None, begins=False)
         for unit in engine.units[1:]:
             if unit.is_bound or unit in self._unbound:
                 unit.release()

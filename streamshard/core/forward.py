@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from streamshard.comm.flight_recorder import RecordKind
-from streamshard.comm.streams import StepEvent
+from streamshard.comm.streams import StepPart
 from streamshard.core.engine import ROOT_UNIT, Engine, Graph, Phase, Use
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
@@ -107,7 +107,7 @@ class Forward(Phase):
         self._beside: set[int] = set()  # resident units that are used beside the program
         for unit in engine.resident:
             unit.guard.set_present(False, marks=False)
-        engine.streams.observe(StepEvent.FORWARD_BEGINS, ROOT_UNIT)
+        engine.streams.observe(StepPart.FORWARD, ROOT_UNIT, begins=True)
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
         self._reach(engine.root_unit)
@@ -129,7 +129,7 @@ class Forward(Phase):
         Raises:
             ShardingError: a layer of another streamed unit runs.
         """
-        self._engine.streams.observe(StepEvent.FORWARD_BEGINS, unit.index)
+        self._engine.streams.observe(StepPart.FORWARD, unit.index, begins=True)
         outer = self._running_beside(unit) if self._running else None
         if unit.is_streamed and outer is not None:
             raise ShardingError(
@@ -157,7 +157,7 @@ class Forward(Phase):
 
     def post_forward(self, unit: Unit) -> None:
         """See `Phase`. The unit's slot stays as it is until another unit needs it."""
-        self._engine.streams.observe(StepEvent.FORWARD_ENDS, unit.index)
+        self._engine.streams.observe(StepPart.FORWARD, unit.index, begins=False)
         self._running.pop()
         try:
             unit.end_use()
@@ -258,7 +258,7 @@ class Forward(Phase):
         """
         engine = self._engine
         engine.phase = None
-        engine.streams.observe(StepEvent.FORWARD_ENDS, ROOT_UNIT)
+        engine.streams.observe(StepPart.FORWARD, ROOT_UNIT, begins=False)
         refused: ShardingError | None = None
         if error is None:
             try:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import Collective, Fence, Rule, StepEvent, StreamName
+from streamshard.comm.streams import Collective, Fence, Rule, StepPart, StreamName
 from streamshard.core.host_grads import HostGrads
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger
@@ -159,13 +159,13 @@ class HostState:
 
         No copy is under way: whoever changes weights calls `settle` first, and nothing is fetched before the cast.
         """
-        self._streams.observe(StepEvent.CAST_BEGINS, unit.index)
+        self._streams.observe(StepPart.CAST, unit.index, begins=True)
         with torch.no_grad():
             for flat in unit.flat_params:
                 if flat.host_input is not flat.main:
                     flat.host_input.copy_(flat.main)
         unit.versions_cast = unit.versions()
-        self._streams.observe(StepEvent.CAST_ENDS, unit.index)
+        self._streams.observe(StepPart.CAST, unit.index, begins=False)
 
     def fetch(self, unit: Unit) -> None:
         """See `Home.fetch`: into the unit's slot, stepped if a step is late."""

@@ -11,17 +11,8 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from streamshard.comm.streams import Observer, StepEvent, Streams
+from streamshard.comm.streams import Observer, StepPart, Streams
 from streamshard.torch_private import is_profiled
-
-_PARTS = {  # by the first word of an event's name
-    "CAST": "cast",
-    "GATHER": "all_gather",
-    "FORWARD": "forward",
-    "RECOMPUTATION": "recomputation",
-    "BACKWARD": "backward",
-    "REDUCTION": "reduce_scatter",
-}
 
 
 class ProfilerNames(Observer):
@@ -39,7 +30,7 @@ class ProfilerNames(Observer):
         self._streams = streams
         self._names = names
         self.is_on = False
-        self._open: dict[tuple[str, int | None], Any] = {}  # by part and unit, the range that has begun
+        self._open: dict[tuple[StepPart, int | None], Any] = {}  # by part and unit, the range that has begun
 
     def look(self) -> None:
         """A pass begins: mark its work if a profiler runs."""
@@ -56,15 +47,13 @@ class ProfilerNames(Observer):
         while self._open:
             self._open.popitem()[1].__exit__(None, None, None)
 
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
+    def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
         """See `Observer`. A unit's backward ends where the next unit's begins."""
-        word, _, edge = moment.name.partition("_")
-        part = _PARTS.get(word, "")
-        if part == "backward":
-            for key in [key for key in self._open if key[0] == part]:
+        if part is StepPart.BACKWARD:
+            for key in [key for key in self._open if key[0] is part]:
                 self._open.pop(key).__exit__(None, None, None)
-        elif edge == "ENDS" and (begun := self._open.pop((part, unit), None)) is not None:
+        elif not begins and (begun := self._open.pop((part, unit), None)) is not None:
             begun.__exit__(None, None, None)
-        if part and edge == "BEGINS" and unit is not None:
-            self._open[part, unit] = record_function(f"StreamShard::{part} {self._names[unit]}")
+        if begins and unit is not None:
+            self._open[part, unit] = record_function(f"StreamShard::{part.value} {self._names[unit]}")
             self._open[part, unit].__enter__()

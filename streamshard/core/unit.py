@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StepEvent, Work
+from streamshard.comm.streams import StepPart, Work
 from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import GradSlot, WeightSlot, WeightState
 from streamshard.core.unit_grads import GradState, UnitGrads
@@ -182,7 +182,7 @@ class Unit:
     def start_gather(self) -> None:
         """Start the all-gather, which casts the weights, into the weight slot. The slot is this unit's from here on."""
         slot, transport = self.weight_slot, self.gather_ranks.transport
-        self._streams.observe(StepEvent.GATHER_BEGINS, self.index)
+        self._streams.observe(StepPart.ALL_GATHER, self.index, begins=True)
         slot.released.wait()  # rule 2
         if self.grads.slot.weights is not None:
             self.grads.slot.drained.complete()  # rule 2; on a device the comm stream orders both
@@ -197,7 +197,7 @@ class Unit:
                 works.append(flat.gather_ranks.transport.start_gather(gather))
         slot.arrived.record(*works)
         slot.shard_read.record(*transport.readers(works))
-        self._streams.observe(StepEvent.GATHER_ENDS, self.index)
+        self._streams.observe(StepPart.ALL_GATHER, self.index, begins=False)
 
     def wait_until_ready(self) -> None:
         """Let the compute stream wait until the weights are in the slot, and convert what was sent in another dtype."""
@@ -277,7 +277,7 @@ class Unit:
         grads, adds = self.grads, self.grads.state is GradState.FILLED
         if grads.slot.weights is not None and not self.is_streamed:
             self.guard.mark_gone()
-        self._streams.observe(StepEvent.REDUCTION_BEGINS, self.index)
+        self._streams.observe(StepPart.REDUCTION, self.index, begins=True)
         grads.make_memory()  # not before: the copied gradients are freed now
         buffers = list(map(_main_grads_of, self.trained))
         if self.home is not None:  # zeros new sums, so before compute records `written`
@@ -292,5 +292,5 @@ class Unit:
             self.home.end_reduction(self, buffers)
         grads.move(GradState.FILLED)
         grads.slot.drain(works)
-        self._streams.observe(StepEvent.REDUCTION_ENDS, self.index)
+        self._streams.observe(StepPart.REDUCTION, self.index, begins=False)
         return works

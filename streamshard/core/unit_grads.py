@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
-from streamshard.comm.streams import StepEvent, StreamName
+from streamshard.comm.streams import StreamName
 from streamshard.core.params import FlatParam, Lookup, Param, use_of
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
@@ -175,7 +175,6 @@ class UnitGrads:
         write_grads(made, grads, adds=adds)
         for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
-        self._ranks.streams.observe(StepEvent.GRAD_WRITTEN, self.index)
 
     def _write_parts(self, param: Param, grad: torch.Tensor | None, *, adds: bool) -> list[torch.Tensor]:
         """Write a gradient made in parts: early (of a tied head), by look-ups, and `grad`. Returns the tensors read."""

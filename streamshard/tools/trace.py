@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from streamshard.comm.streams import Collective, Fence, Observer, Rule, StepEvent, StreamName, Work
+from streamshard.comm.streams import Collective, Fence, Observer, Rule, StepPart, StreamName, Work
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.module_state import engine_of
 from streamshard.tools.spans import FOR_GRADS, FOR_OWNERS, FOR_WEIGHTS, Span, Trace
@@ -46,22 +46,15 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     recorder = _Recorder(engine_of(model))
 
-    def noting(event: StepEvent) -> Callable[..., None]:
-        return skip(lambda *_: recorder.on_event(event, None))
+    def noting(*, begins: bool) -> Callable[..., None]:
+        return skip(lambda *_: recorder.on_event(StepPart.OPTIMIZER, None, begins=begins))
 
     with contextlib.ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(noting(StepEvent.OPTIMIZER_BEGINS)).remove)
-        stack.callback(register_optimizer_step_post_hook(noting(StepEvent.OPTIMIZER_ENDS)).remove)
+        stack.callback(register_optimizer_step_pre_hook(noting(begins=True)).remove)
+        stack.callback(register_optimizer_step_post_hook(noting(begins=False)).remove)
         stack.enter_context(recorder.streams.observed_by(recorder))
         yield recorder.trace
     recorder.finish()
-
-
-# By the first word of the `StepEvent`s at which an activity begins and ends.
-_ACTIVITIES = {
-    "RECOMPUTATION": "forward",
-    **{each.upper(): each for each in ("cast", "forward", "backward", "optimizer")},
-}
 
 
 class _Recorder(Observer):
@@ -142,24 +135,26 @@ class _Recorder(Observer):
 
     # -- computation ------------------------------------------------------------------------------------------------
 
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        """See `Observer`."""
-        word, _, edge = moment.name.partition("_")
-        activity = _ACTIVITIES.get(word, "")
-        if edge == "ENDS" or activity == "backward":  # one unit's backward ends where the next one's begins
+    def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
+        """See `Observer`. One unit's backward ends where the next one's begins."""
+        if part in (StepPart.ALL_GATHER, StepPart.REDUCTION):  # `on_collective` has their spans
+            return
+        activity = "forward" if part is StepPart.RECOMPUTATION else part.value
+        if not begins or part is StepPart.BACKWARD:
             self._close(activity)
         if unit == ROOT_UNIT:
-            self._between(moment)
-        if edge == "BEGINS" and activity:
+            self._between(part, begins=begins)
+        if begins:
             self._open(activity, unit)
 
-    def _between(self, moment: StepEvent) -> None:
+    def _between(self, part: StepPart, *, begins: bool) -> None:
         """The model's forward or backward begins or ends. The time between forward and backward is the loss."""
-        if moment is StepEvent.FORWARD_BEGINS:  # an exception may have ended the last pass
+        is_forward = part is StepPart.FORWARD
+        if is_forward and begins:  # an exception may have ended the last pass
             self._computing = [span for span in self._computing if span.activity == "optimizer"]
-        if moment is StepEvent.BACKWARD_BEGINS and self._loss is not None:
+        if part is StepPart.BACKWARD and self._loss is not None:
             self._end(self._loss)
-        self._loss = self._begin(StreamName.COMPUTE, "loss", None) if moment is StepEvent.FORWARD_ENDS else None
+        self._loss = self._begin(StreamName.COMPUTE, "loss", None) if is_forward and not begins else None
 
     def _open(self, activity: str, unit: int | None) -> None:
         """The compute stream begins an activity."""

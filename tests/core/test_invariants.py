@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard.comm.streams import Collective, Observer, StepEvent
+from streamshard.comm.streams import Collective, Observer, StepPart
 from streamshard.core.engine import Engine
 from streamshard.core.slots import WEIGHT_TRANSITIONS, WeightState
 from streamshard.core.unit_grads import GRAD_TRANSITIONS, GradState
@@ -162,8 +162,8 @@ def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
         stack_step(model, context.call(1))
 
     class _Stopping(Observer):
-        def on_event(self, moment: StepEvent, unit: int | None) -> None:
-            if moment is StepEvent.BACKWARD_ENDS:
+        def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
+            if part is StepPart.BACKWARD and not begins:
                 raise Stop
 
     with engine.streams.observed_by(_Stopping()), pytest.raises(Stop):

@@ -16,7 +16,7 @@ import torch
 from streamshard import StreamShard
 from streamshard import trace as record
 from streamshard.comm.nccl import NcclTransport
-from streamshard.comm.streams import Fence, Observer, StepEvent, StreamName, Work
+from streamshard.comm.streams import Fence, Observer, StepPart, StreamName, Work
 from streamshard.errors import ShardingError
 from streamshard.tools.spans import Span, Trace
 from tests.models import DIM, Stack, TinyConfig, TinyLM
@@ -143,11 +143,11 @@ class _Costs(Observer):
         self.clock = clock
         self.backward = 0
 
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        if moment in (StepEvent.BACKWARD_BEGINS, StepEvent.BACKWARD_ENDS):
+    def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
+        if part is StepPart.BACKWARD:
             self.clock.clock_ms += BACKWARD_MS if self.backward else 0.0
             self.backward = unit or 0
-        elif moment is StepEvent.FORWARD_ENDS and unit:
+        elif part is StepPart.FORWARD and not begins and unit:
             self.clock.clock_ms += FORWARD_MS
 
 

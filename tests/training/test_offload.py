@@ -14,7 +14,7 @@ import torch
 from torch.distributed.algorithms.join import Join
 
 from streamshard import StreamShard
-from streamshard.comm.streams import Collective, Fence, Observer, StepEvent, StreamName
+from streamshard.comm.streams import Collective, Fence, Observer, StepPart, StreamName
 from streamshard.core import late_step
 from streamshard.nested import map_tensors
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
@@ -192,8 +192,8 @@ class _Waits(Observer):
         self.of_host += target is StreamName.HOST
         self.fences.add(fence.what)
 
-    def on_event(self, moment: StepEvent, unit: int | None) -> None:
-        self.casts += moment is StepEvent.CAST_BEGINS
+    def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
+        self.casts += begins and part is StepPart.CAST
 
     def on_collective(self, stream: StreamName, collective: Collective, *_: object) -> None:
         self.launched[stream, collective] += 1
