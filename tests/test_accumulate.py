@@ -185,11 +185,13 @@ def _accumulate(model: Any, micro_batches: Any, loss_of: Callable[..., Tensor] =
     return model.accumulate(micro_batches, loss_of)
 
 
-def _trained(context: RankContext, way: _Way, run_step: Any) -> tuple[list[Any], dict[str, Tensor], int]:
+def _trained(
+    context: RankContext, way: _Way, run_step: Any, steps: int = 4
+) -> tuple[list[Any], dict[str, Tensor], int]:
     torch.manual_seed(0)
     model: Any = StreamShard(way.make(), **way.settings)
     optimizer, losses, grads, gathers = sgd(model), [], {}, 0
-    for step in range(4):
+    for step in range(steps):
         mine = [(step, context.world_size * number + context.rank) for number in range(4)]
         with way.around(), heard_collectives(engine_inside(model)) as heard:
             losses.append([loss.item() for loss in run_step(model, mine)])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -16,29 +16,37 @@ from streamshard import ShardingError
 from tests import families
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, assert_same
-from tests.test_accumulate import NEAR, _loop, _trained
+from tests.test_accumulate import NEAR, _loop, _trained, _Way
 
 pytest.importorskip("transformers", reason="needs transformers")
 
 NEEDS_DIFFUSERS = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers")
 
 
-def _deepseek() -> Any:
-    """Its first layer has another form than the rest."""
+_DECODER: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+_MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+# The first layer has another form than the rest.
+_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8,
+}  # fmt: skip
+
+
+def _causal(kind: str, **sizes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 61}
-    sizes |= {"num_key_value_heads": 4, "intermediate_size": 24, "max_position_embeddings": 32, "pad_token_id": 0}
-    sizes |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-    experts = {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    }
-    sizes |= {"moe_intermediate_size": 8, **experts}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **sizes))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**_DECODER, **sizes}))
+
+
+def _whisper() -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.1}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "num_mel_bins": 4}
+    sizes |= {"max_source_positions": 6, "max_target_positions": 16}
+    return families._make("WhisperForConditionalGeneration", sizes)
 
 
 def _checkpointed() -> Any:
@@ -85,6 +93,14 @@ def _hidden(model: Any, numbers: torch.Generator, length: int) -> Any:
     return sum(each.float().square().mean() for each in output.hidden_states) + output.logits.float().mean()
 
 
+def _speech(model: Any, numbers: torch.Generator, length: int) -> Any:
+    return model(input_features=torch.randn(2, 4, 12, generator=numbers), labels=_ids(numbers, length)).loss
+
+
+def _image(model: Any, numbers: torch.Generator, length: int) -> Any:
+    return model(pixel_values=torch.randn(2, 3, 8, 8, generator=numbers), labels=torch.tensor([0, 1])).loss
+
+
 def _noise(model: Any, numbers: torch.Generator, length: int) -> Any:
     """Diffusion: the model finds the noise."""
     x, noise = torch.randn(2, 2, 3, 8, 8, generator=numbers)
@@ -103,7 +119,13 @@ MODELS = {
     "llama, checkpointed": _Model(_checkpointed, _text),
     "t5": _Model(families.t5, _text),
     "mixtral with its router's loss": _Model(families.mixtral, _router),
-    "deepseek v3": _Model(_deepseek, _text),
+    "deepseek v3": _Model(partial(_causal, "deepseek_v3", num_key_value_heads=4, **_MLA, **_EXPERTS), _text),
+    "gpt2": _Model(families.gpt2, _text),
+    "bert": _Model(families.bert, _text),
+    "whisper": _Model(_whisper, _speech),
+    "gemma 2": _Model(partial(_causal, "gemma2", head_dim=4), _text),
+    "mamba": _Model(partial(_causal, "mamba", state_size=4), _text),
+    "vit": _Model(families.vit, _image),
     # Its last step computes with an embedding inside the first layer.
     "a diffusion transformer": _Model(_dit, _noise, {"resident": ["transformer_blocks.0.norm1.emb"]}),
 }
@@ -122,7 +144,7 @@ def _train(context: RankContext, kind: _Model, *, accumulates: bool) -> Any:
             return model.accumulate(micro_batches, loss_of)
         return _loop(model, micro_batches, loss_of)
 
-    return _trained(context, kind.make, run_step, contextlib.nullcontext, kind.settings, steps=3)
+    return _trained(context, _Way(kind.make, kind.settings), run_step, steps=3)
 
 
 @on_ranks()
