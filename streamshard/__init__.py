@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"  # the packaging reads it here
 
-_STUB = ast.parse(__spec__.loader.get_data(f"{__file__}i"))
+_STUB = ast.parse(__spec__.loader.get_data(f"{__path__[0]}/__init__.pyi"))  # `__file__` may be a .pyc
 _MODULE_OF = {each.name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom) for each in node.names}
 __all__ = sorted(name for name, module in _MODULE_OF.items() if module != __name__)  # without packages
 

@@ -2,7 +2,7 @@
 
 The manifest is JSON. Its first line has its own SHA-256, and it lists checksums of all other files. So any changed byte
 of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` also checks that file names stay inside the
-directory and that pieces lie inside their tensors. `CheckpointFiles` checks that each piece is in its file.
+directory and that pieces lie inside their tensors. `CheckpointFiles` checks that pieces it reads are in their files.
 
 A tensor whose pieces lie as those of an earlier tensor of the same shape names this tensor instead, as moments do their
 weight. On 4,096 ranks Llama 70B and its moments have a million pieces.

@@ -262,7 +262,8 @@ class LoadPlan:
         params = (param for _, engine in self._parts.models.values() for param in engine.params)
         cut = {param.piece.shape for param in params if not param.piece.is_ordinary}
         # Not of every object: a data loader's state_dict() may start its workers.
-        if has_state(mine) and any(self._tensors[each].shape in cut for each in self._tensors if each.startswith(name)):
+        inside = (found for each, found in self._tensors.items() if each.startswith((f"{name}.", f"{name}[")))
+        if has_state(mine) and any(found.shape in cut for found in inside):
             saved = with_pieces(saved, encode(mine.state_dict(), name, keeps_pieces=True)[0])
         value = decode(saved, self._files.read_whole, self._device, partial(self._load_piece, name))
         if has_state(mine):

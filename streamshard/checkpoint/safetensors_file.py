@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _TYPES
 
 from streamshard.checkpoint.storage import CHUNK_BYTES, Location, Storage, storage_of
 from streamshard.config import is_utf8
@@ -42,7 +41,10 @@ _MAX_HEADER_BYTES = 100_000_000  # as in the library
 
 # In the order of a file's tensors. Not all of the library's: its earlier versions do not read the others.
 _IDS = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
-_DTYPE_NAMES: dict[Any, str] = {_TYPES[name]: name for name in _IDS}
+_NAMES = (
+    "uint64 int64 float64 float32 uint32 int32 bfloat16 float16 uint16 int16 float8_e4m3fn float8_e5m2 int8 uint8 bool"
+)
+_DTYPE_NAMES: dict[Any, str] = {getattr(torch, name): id_ for name, id_ in zip(_NAMES.split(), _IDS, strict=True)}
 
 
 # ------------------------------------------------------------------------------------------------ layout

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--precision", default="bf16", help="bf16, fp16 or fp32 (%(default)s)")
-    common.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes, times in milliseconds")
+    common.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
 
     about = "how much memory and communication training a model takes; with --batch and --seq, its activations too"
     plan = commands.add_parser("plan", help=about, parents=[common])

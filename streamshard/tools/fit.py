@@ -112,8 +112,7 @@ class Fit:
         on_gpu = ", the CUDA context and NCCL (assumed)" * (margin > budget // _MARGIN)
         yield f"of {size(budget)} per rank, {size(margin)} stay free for fragmentation{on_gpu}"
         if self.choice is None:
-            yield "nothing fits. Without a number of ranks a plan finds the fewest that fit, if any do"
-            yield "offload and an 8-bit Adam make room too"
+            yield "nothing fits. More ranks make room, and so do offload and an 8-bit Adam"
             return
         plain = [name for name in self.fitting if name not in self.checkpointed]
         if plain:

@@ -338,11 +338,11 @@ def test_a_budget_that_is_too_small_says_how_to_find_what_fits(capsys: pytest.Ca
     needed = plan(build, 200, **given).stages[0].total_bytes
     given["budget"] = (needed + 3 * 2**29) * 20 // 19 + 40
     assert 192 < plan(build, **given).world_size <= 200
-    assert "nothing fits. Without a number of ranks" in str(plan(build, 6, **given))
+    assert "nothing fits. More ranks make room" in str(plan(build, 6, **given))
     assert "stay free for fragmentation\n" in str(plan(TinyLM, 2, transport="sockets", budget="1GiB"))
     assert main(["plan", "tests.models:TinyLM", "--ranks", "6", "--budget", "1GiB"]) == 1
     said = capsys.readouterr()
-    assert "nothing fits. Without a number of ranks" in said.out
+    assert "nothing fits. More ranks make room" in said.out
     assert said.err == "streamshard plan: nothing fits the budget\n"
 
 
