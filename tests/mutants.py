@@ -331,7 +331,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Forward.read", Swap(" or not self._schedule.is_last(unit.index)", ""), "ends:otherwise_later"),
         ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
         ("begin_forward", Drop("engine.phase.recover()"), "exceptions"),
-        ("Forward.finish", Drop("unit.guard.mark_absent()"), "absent_weights"),
+        ("Forward.finish", Drop("unit.guard.renew_marks()"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
         (
             "Forward.finish",

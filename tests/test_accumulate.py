@@ -118,12 +118,13 @@ def _conditioned(model: Any, x: Tensor) -> Tensor:
 def _attributed(model: Any, x: Tensor) -> Tensor:
     if not hasattr(model, "mask"):
         model.mask = x.mean(1, keepdim=True).sign()
-    model.outputs = []
+    model.outputs, model.level = [], getattr(model, "level", 0.0) + x.mean()
     for layer in model.layers:
         x = layer(x)
         model.outputs.append(x.float().square().mean())
-    out: Tensor = model.head(x) * model.mask + sum(model.outputs)
+    out: Tensor = model.head(x) * model.mask + model.level + sum(model.outputs)
     del model.mask
+    model.level = 0.0
     return out
 
 

@@ -18,6 +18,7 @@ from streamshard import ConfigError, RankMismatchError, ShardingError, StreamSha
 from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
+    ALL_SLOTS,
     EXACT,
     NEAR,
     Call,
@@ -26,6 +27,7 @@ from tests.reference import (
     assert_same,
     built,
     engine_inside,
+    full_grads,
     full_weights,
     lm_step,
     mesh_2d,
@@ -129,6 +131,25 @@ def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -
         return stack_step(model, call._replace(step=3 * call.step + 2))
 
     _check(context, ALL_DIFFER, Stack, step, settings=slots)
+
+
+@on_ranks(2)
+def test_gradients_that_wait_are_divided_by_the_ranks_with_inputs_in_their_own_pass(context: RankContext) -> None:
+    """As gradients that each micro-batch reduces."""
+    found: list[dict[str, Any]] = []
+    for slots in ({}, ALL_SLOTS):
+        model = sharded_model(Stack, **slots)
+
+        def finish(model: nn.Module = model) -> None:
+            found.append(full_grads(model))
+
+        with Join([model], repeat=finish, divide_by_initial_world_size=False):
+            with model.no_sync():
+                stack_step(model, context.call(0))
+            if context.rank == 0:
+                stack_step(model, context.call(1))
+                finish()
+    assert_same(found[1], found[0], "gradients", NEAR)
 
 
 @on_ranks(2)
@@ -244,7 +265,7 @@ def test_steps_that_repeat_lacks_are_found(context: RankContext, more: int) -> N
     """In the next backward, and after the last one at the end."""
     model = sharded_model(Stack)
     length = (2 + more, 1, 2)[context.rank]
-    with pytest.raises(RankMismatchError, match="out of step.*Join's repeat="):
+    with pytest.raises(RankMismatchError, match="out of step.*Under Join, repeat="):
         _train(model, sgd(model), stack_step, context, length, _step_only, print)
     _assert_even(model)
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))

@@ -56,7 +56,8 @@ _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other r
 # A rank there waits for all ranks. torch counts messages between two ranks, and calls of other threads, too.
 _COLLECTIVE = re.compile(r"dist\.(?!i?send|i?recv|batch_isend_irecv|monitored_barrier)\w+\(\)")
 
-# Of all ranks of this process that wait for others, behind what returns their `RankGroup.abort`; None: they are gone.
+# One entry for each `RankGroup` of this process with other ranks: a function that returns its method `abort`, or None
+# once the `RankGroup` is gone; and its recorder.
 watched: tuple[tuple[Callable[[], Callable[..., None] | None], FlightRecorder], ...] = ()
 
 _ADVICE = (

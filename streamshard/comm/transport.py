@@ -161,8 +161,8 @@ class Transport(abc.ABC):
         self._issue(RecordKind.ALL_TO_ALL, Collective.ALL_TO_ALL, None, reads=(send,), writes=(received,))
         return self._start(partial(dist.all_to_all_single, received, send, received_numels, send_numels))
 
-    def _start(self, collective: Callable[..., Any], finish: Callable[[], object] = int) -> Work | None:
-        """Start a collective of torch's on the stream, and `finish` behind it: on the CPU in the first wait."""
+    def _start(self, collective: Callable[..., Any], finish: Callable[[], object] = lambda: None) -> Work | None:
+        """Start a collective of torch's on the stream. `finish` runs behind it; on the CPU in the first wait."""
 
         def finish_on_stream() -> None:
             with self.streams.on(self.stream), torch.no_grad():

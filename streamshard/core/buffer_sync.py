@@ -93,8 +93,9 @@ class BufferSync:
         owner = f"model.get_submodule({path!r})" if path else "model"
         raise ShardingError(
             f"buffer {name!r} was {tuple(place.shape)} {place.dtype}, and {now}: ranks broadcast persistent buffers, "
-            "whose shapes stay. If a forward gives it its shape, run one before StreamShard(model). Or let each rank "
-            f"keep its own, before: {owner}.register_buffer({key!r}, {owner}.{key}, persistent=False)"
+            "whose shapes and dtypes must not change. If a forward gives it its shape, run one before "
+            "StreamShard(model). Or, before StreamShard(model), let each rank keep its own: "
+            f"{owner}.register_buffer({key!r}, {owner}.{key}, persistent=False)"
         )
 
     def _send(self, buffers: Iterable[torch.Tensor], source: int) -> None:

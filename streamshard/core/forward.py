@@ -272,7 +272,7 @@ class Forward(Phase):
                 unit.release()
         if self._has_graph:
             for unit in engine.units[1:]:
-                unit.guard.mark_absent()
+                unit.guard.renew_marks()
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank with a failed forward still takes part in the exchanges.

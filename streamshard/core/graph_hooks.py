@@ -203,7 +203,7 @@ def _take_tied_gradient(engine_of: Callable[[], Engine | None], engine: Engine, 
     with AsTensors():
         grad = get_grad(alias)
         set_grad(alias, None)
-    if grad is None:
+    if grad is None or not param.unsharded.requires_grad:  # the weight was frozen in this backward
         return
     is_ordinary = engine.reductions.is_open and not torch.is_grad_enabled() and param.has_room and not grad.is_sparse
     phase = engine.phase

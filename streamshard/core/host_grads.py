@@ -95,7 +95,7 @@ class HostGrads:
         return norms
 
     def multiply(self, params: Iterable[nn.Parameter], factor: torch.Tensor) -> None:
-        """Multiply gradients by `factor` [] on the device, which stays as it is: main grads when they are read next."""
+        """Multiply gradients by `factor` [], on the device. Main grads in host memory are multiplied when next read."""
         for param in params:
             grad: Any = param.grad
             owner = self._owner_of(grad)

@@ -47,7 +47,7 @@ OUT_OF_STEP = (
     "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on others. Is "
     "optimizer.step() in a condition that differs (a check for nan, a rank's own loss)? Has a rank split a batch after "
     "an out-of-memory error, or left out a micro-batch? All ranks have to run as many passes per step: decide "
-    "together, such as by an all_reduce of a flag. Join's repeat= takes all of a step"
+    "together, such as by an all_reduce of a flag. Under Join, repeat= does everything that ends a step"
 )
 
 
@@ -134,6 +134,13 @@ class Reductions:
         for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not self.ranks):
             # Of experts: for sums in a loss.
             flat.ranks.grad_divisor = divisor * self.ranks.n_parts / flat.ranks.n_parts
+
+    def scale_unreduced(self, factor: float) -> None:
+        """Multiply gradients that wait for a later reduction in their slots. No backward runs."""
+        waiting = [unit for unit in self._units if factor != 1.0 and unit.grads.slot.content == unit.index]
+        with torch.no_grad():
+            for grads in (flat.grads for unit in waiting for flat in unit.trained):
+                grads.mul_(factor)
 
     @contextlib.contextmanager
     def summing(self) -> Iterator[None]:

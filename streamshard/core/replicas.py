@@ -120,7 +120,7 @@ class Replicas(OverReplicas):
         self._under_way[unit.index] = averaged
 
     def average(self, parts: Iterable[list[torch.Tensor]]) -> None:
-        """Replace tensors by their means over replicas, on the compute stream: one collective for each part.
+        """Replace tensors by their means over replicas, one part after the other. Then the compute stream may use them.
 
         Args:
             parts: each a list of tensors of one dtype, any shape; the same lists on all replicas.

@@ -230,7 +230,7 @@ class GradSlot:
     def finish_writing(self) -> None:
         """The gradients are written: the comm stream waits (rule 4)."""
         scratch = self.scratch.buffer
-        if not scratch.untyped_storage().nbytes():  # without values; compute waits for its last use before it frees it
+        if not scratch.untyped_storage().nbytes():  # `drop` has freed it, behind its last use
             scratch.untyped_storage().resize_(scratch.nbytes)
         self.written.record()
         self.written.wait()  # rule 4

@@ -280,7 +280,7 @@ class Unit:
         self._streams.observe(StepPart.REDUCTION, self.index, begins=True)
         grads.make_memory()  # not before: the copied gradients are freed now
         buffers = list(map(_main_grads_of, self.trained))
-        if self.home is not None:  # zeros new sums, so before compute records `written`
+        if self.home is not None:  # before `finish_writing`: it may allocate sums, and compute zeroes them
             buffers, adds = self.home.begin_reduction(self, adds=adds)
         grads.slot.finish_writing()
         works = []

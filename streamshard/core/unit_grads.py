@@ -120,7 +120,7 @@ class UnitGrads:
             grads.untyped_storage().resize_(0)
 
     def make_memory(self) -> None:
-        """Main grads are about to be written. Compute stream, which waits for their last use before it frees them."""
+        """Main grads are about to be written. On the compute stream: it has waited for their last use, see `drop`."""
         if not self._has_memory:
             self._has_memory = True
             for grads in map(_main_grads_of, self._dropping):

@@ -9,12 +9,14 @@ in every forward, and hardly ever changes a value.)
 A streamed unit has its weights in a slot only while one of its layers runs. At other times its unsharded parameters
 have another class, `AbsentWeight`, which answers questions about shape, dtype and device. Any other operation needs the
 values: it raises and names the weight if the unit is streamed, and all-gathers the unit if it is resident. An unsharded
-parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight. Nor
-a gradient: a resident unit, or the root unit, whose gradients have taken its slot is absent until it is gathered again.
+parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight.
+Gradients may take the slot of a resident unit or of the root unit. Its weights are absent then, until the unit is
+gathered again. A read of the root unit's weights raises.
 
 Saved tensors have no such class. So while a weight is absent, its version counter, which its views share, holds a
-special number. Autograd then refuses to use it: its error says that a tensor "is at version 16777217". Each forward's
-end makes it one more, so what autograd saves while a weight is absent is refused behind the forward.
+special number, 16777216 or more. Autograd then refuses to use it: its error says that a tensor "is at version
+16777217". The end of each forward with gradients adds one. So autograd refuses behind it what it has saved of absent
+weights.
 
 Changing the class is one assignment per parameter and use, 30 ns. torch offers nothing else: a tensor with an exchanged
 storage reads that storage, and no storage raises when it is read.
@@ -41,7 +43,7 @@ from streamshard.torch_private import AsTensors, get_data, make_subclass, set_da
 
 _version_of = operator.attrgetter("_version")
 
-ABSENT_VERSION = 1 << 24  # of absent weights; one more after each forward. Others count in-place changes
+ABSENT_VERSION = 1 << 24  # the first of absent weights, see the note. Versions of others count in-place changes
 
 
 class _Guarded(torch.Tensor):
@@ -309,7 +311,7 @@ class WeightGuard:
         if changed:
             _refuse(self.names[min(changed)], "was changed in place")
 
-    def mark_absent(self) -> None:
+    def renew_marks(self) -> None:
         """A forward has ended: a backward that reads the weights raises. See [Note: absent weights]."""
         if self._is_shared:
             self._absent = [number + 1 for number in self._absent]

@@ -2,8 +2,8 @@
 
 Every rank owns a shard, so it has to gather, reduce, clip and step until the last rank has no inputs. At the start of a
 pass all ranks meet: the ranks with inputs announce the pass (whether it trains, whether it is synchronised). After a
-backward the user's loop clips and steps; a rank without inputs calls ``repeat=``. The next backward finds out, as in
-every loop, if some ranks have stepped and others not; the end does too.
+backward the user's loop clips and steps; a rank without inputs calls ``repeat=``. As in every loop, the flags of a
+later backward tell if some ranks have stepped and others not: on CPUs the next one. The end compares the last step.
 """
 
 from __future__ import annotations
@@ -132,7 +132,10 @@ class UnevenInputs:
             self.leave()
 
     def leave(self) -> None:
-        """Restore the state before the context, unless another context has begun. A second call does nothing."""
+        """End this context: passes are no longer announced, and gradients are means over all ranks again.
+
+        A second call does nothing, nor does a call after another context has begun.
+        """
         if self._engine.inputs is self:
             self._engine.inputs = None
             if self._engine.ranks.grad_divisor == self._divisor:  # else it is the user's factor
@@ -162,7 +165,9 @@ class UnevenInputs:
             if engine.ranks.grad_divisor != self._divisor:
                 what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
                 raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
+            before = self._divisor
             self._divisor = engine.ranks.world_size * len(passes) / len(rows)  # replicas average these means
+            engine.reductions.scale_unreduced(self._divisor / before)  # divided by the new one with the others
             engine.reductions.divide_by(self._divisor)
         self.buffer_source = max(passes)  # a rank with inputs, as under DDP
         return announced

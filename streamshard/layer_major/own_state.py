@@ -106,12 +106,9 @@ class Attributes:
                 self._add(child)
 
     def _values(self) -> Values:
-        return {
-            (number, key): value
-            for number, mapping in enumerate(self._mappings)
-            for key, value in mapping.items()
-            if isinstance(value, _KINDS) and key not in _OWN
-        }
+        """Of all kinds: a forward may put a tensor where a number was."""
+        items = ((number, key, each) for number, mapping in enumerate(self._mappings) for key, each in mapping.items())
+        return {(number, key): value for number, key, value in items if key not in _OWN}
 
     def enter(self, own: Values) -> None:
         """Set the attributes that a forward has set before, `own`. All others are as before the step."""
@@ -125,8 +122,8 @@ class Attributes:
     def leave(self) -> Values:
         """The attributes that the forward has set or deleted so far."""
         now = self._values()
-        deleted = [(number, key) for number, key in self._before if key not in self._mappings[number]]
+        changed = (place for place, value in now.items() if self._before.get(place, _DELETED) is not value)
         return {
-            **{place: value for place, value in now.items() if self._before.get(place, _DELETED) is not value},
-            **dict.fromkeys(deleted, _DELETED),
+            **{place: now[place] for place in changed if isinstance(now[place], _KINDS)},
+            **dict.fromkeys(self._before.keys() - now.keys(), _DELETED),
         }

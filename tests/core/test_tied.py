@@ -103,6 +103,24 @@ def _frozen_once() -> nn.Module:
     return model
 
 
+def _frozen_between(model: Any, call: Call) -> Tensor:
+    """In the third step the weight is frozen between forward and backward."""
+    tokens = token_batch(call.step, call.rank)
+    loss = next_token_loss(model(tokens), tokens)
+    model.embedding.weight.requires_grad_(call.step != 2)
+    found = call.backward(loss)
+    model.embedding.weight.requires_grad_(True)
+    return found
+
+
+def _alone() -> nn.Module:
+    """Of the root unit only the tied weight trains."""
+    model = _tied()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith(("blocks", "embedding")))
+    return model
+
+
 def _with_a_method() -> nn.Module:
     model: Any = _tied(head=lambda model, x: model.head.on_instance(x))
     model.head.on_instance = lambda x: F.linear(x, model.head.weight)
@@ -135,6 +153,8 @@ WAYS = {
     "chunks from the third step on": _Way(lambda: _tied(head=_in_chunks_late), 1),
     "a method of the head's instance": _Way(_with_a_method, 3),
     "frozen in the third step": _Way(_frozen_once, 2),
+    "frozen before the third backward": _Way(_tied, 2, _frozen_between),
+    "frozen before the third backward, alone": _Way(_alone, 2, _frozen_between),
 }
 
 
