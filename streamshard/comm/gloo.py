@@ -61,10 +61,11 @@ class PairwiseTransport(Transport):
         """Start to exchange tensors with the other ranks, in rank order. Empty tensors are not sent."""
         group, messages = self.group, []
         for peer, mine, theirs in zip(self._peers(), sent, received, strict=True):
-            if mine.numel():
-                messages.append(group.send([mine], peer, tag))
+            # First the receive: gloo tells the peer that it may send, and would say so behind this rank's own bytes.
             if theirs.numel():
                 messages.append(group.recv([theirs], peer, tag))
+            if mine.numel():
+                messages.append(group.send([mine], peer, tag))
         return messages
 
     def _peers(self) -> list[int]:

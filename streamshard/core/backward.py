@@ -58,7 +58,7 @@ class Backward(Phase):
         over_replicas = engine.reductions.over_replicas
         leaves = over_replicas is not None and over_replicas.averages_grads
         self._leaves_to_replicas = is_local and leaves and not engine.plan.keeps_grads
-        self._schedule = Schedule([], engine.plan.weights, engine.plan.is_streamed, reduce=True)
+        self._schedule = Schedule([], engine.plan, reduce=True)
         self._closed: list[Graph] = []  # of passes that it has been through
         # Resident units that this rank has called several times, until backward comes to the first call. Their
         # reduction would be too early before. Other ranks may have called them only once.
@@ -114,7 +114,7 @@ class Backward(Phase):
         self._waiting = set(graph.called_again)
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
         plan = engine.plan
-        self._schedule = Schedule(visits, plan.weights, plan.is_streamed, reduce=True, weightless=plan.weightless)
+        self._schedule = Schedule(visits, plan, reduce=True)
         # The program is set before anything raises: `recover` issues its rest, the same on all ranks.
         if graph.plan is not plan:
             refuse_moved(engine)

@@ -100,7 +100,7 @@ class Forward(Phase):
         visits = list(filter(units.__contains__, engine.order.order))
         self.graph = Graph(engine.plan, {ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
         self._engine = engine
-        self._schedule = Schedule(visits, engine.plan.weights, engine.plan.is_streamed, reduce=False)
+        self._schedule = Schedule(visits, engine.plan, reduce=False)
         self._learns = has_graph and not engine.order.is_settled
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used

@@ -35,9 +35,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
+
+from streamshard.planning.memory import SlotPlan
 
 _QUIET_PASSES = 10
 
@@ -49,16 +51,16 @@ class Op(NamedTuple):
     is_reduction: bool = False
 
 
-def plan_steps(
-    visits: Sequence[int], slot_of: Sequence[int], *, reduce: bool, weightless: Collection[int] = ()
-) -> list[list[Op]]:
+def plan_steps(visits: Sequence[int], plan: SlotPlan, *, reduce: bool) -> list[list[Op]]:
     """Order the operations of one schedule, step by step.
+
+    A reduction from a weight slot comes before the all-gather into the slot. If gradients have slots of their own, the
+    all-gather comes first, because compute waits for it.
 
     Args:
         visits: unit indices in order of use; a unit may occur more than once.
-        slot_of: the weight slot of each unit, by unit index.
+        plan: which unit uses which slot, and which ones need no weights in backward.
         reduce: whether each unit's gradients are reduced after its last visit (backward).
-        weightless: units that are not all-gathered: their visits need no weights.
 
     Returns:
         ``len(visits) + 1`` lists; list k may be issued once all visits before k are over.
@@ -68,15 +70,16 @@ def plan_steps(
     free_at: dict[int, int] = {}  # by slot, the step at which it is free
     for visit, unit in enumerate(visits):
         steps.append([])
-        if unit in weightless:
+        if reduce and unit in plan.weightless:
             continue
-        step = max(step, free_at.get(slot_of[unit], 0))  # not before the all-gather of an earlier visit
-        free_at[slot_of[unit]] = visit + 1
+        slot = plan.weights[unit]
+        step = max(step, free_at.get(slot, 0))  # not before the all-gather of an earlier visit
+        free_at[slot] = visit + 1
         steps[step].append(Op(unit))
     if reduce:
         behind_last = dict(zip(visits, range(1, len(steps)), strict=True))
         for unit, step in behind_last.items():
-            steps[step].insert(0, Op(unit, is_reduction=True))  # before the all-gather into its slot
+            steps[step].insert(0 if plan.is_one_slot else len(steps[step]), Op(unit, is_reduction=True))
     return steps
 
 
@@ -84,8 +87,7 @@ class Schedule:
     """Hands out the operations of one pass in one direction, each exactly once, in order.
 
     Args:
-        visits, slot_of, reduce, weightless: see `plan_steps`.
-        is_streamed: by unit; the others are resident.
+        visits, plan, reduce: see `plan_steps`.
 
     Attributes:
         visits: see above.
@@ -94,23 +96,15 @@ class Schedule:
         position: all visits before this one are over.
     """
 
-    def __init__(
-        self,
-        visits: Sequence[int],
-        slot_of: Sequence[int],
-        is_streamed: Sequence[bool],
-        *,
-        reduce: bool,
-        weightless: Collection[int] = (),
-    ) -> None:
+    def __init__(self, visits: Sequence[int], plan: SlotPlan, *, reduce: bool) -> None:
         self.visits = tuple(visits)
         self.log: list[int] = []
         self.used: list[int] = []
         self.position = 0
-        self._is_streamed = is_streamed
+        self._is_streamed = plan.is_streamed
         self._current: int | None = None  # the unit whose visit is under way, in the program or out of order
         self._has_inner_uses = False  # which keep their places in the log
-        self._steps = plan_steps(self.visits, slot_of, reduce=reduce, weightless=weightless)
+        self._steps = plan_steps(self.visits, plan, reduce=reduce)
         self._issued_steps = 0
 
     def find(self, unit: int) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamshard.planning.memory import SlotPlan
 from streamshard.planning.program import Op, Schedule, is_part_of, join_orders, merge_order, plan_steps
 
 UNITS = 7
@@ -16,13 +18,19 @@ slots_lists = st.lists(st.integers(0, 3), min_size=UNITS, max_size=UNITS)
 streamed_lists = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
 
 
+def plan_of(slots: Sequence[int], is_streamed: Sequence[bool] = (), *, is_one_slot: bool = True) -> SlotPlan:
+    return SlotPlan(tuple(is_streamed), tuple(slots), (), (), is_one_slot, False, False)
+
+
 # -- the plan -----------------------------------------------------------------------------------------------------
 
 
-@given(visits_lists, slots_lists)
-def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(visits: list[int], slots: list[int]) -> None:
+@given(visits_lists, slots_lists, st.booleans())
+def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(
+    visits: list[int], slots: list[int], is_one_slot: bool
+) -> None:
     """Gathers in order, once the slot's earlier visits are released (rule 2); reductions after last visits (rule 4)."""
-    steps = plan_steps(visits, slots, reduce=True)
+    steps = plan_steps(visits, plan_of(slots, is_one_slot=is_one_slot), reduce=True)
     assert len(steps) == len(visits) + 1
     gathers = [(k, op.unit) for k, ops in enumerate(steps) for op in ops if not op.is_reduction]
     assert [unit for _, unit in gathers] == visits
@@ -34,9 +42,10 @@ def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(visits:
     reductions = {op.unit: k for k, ops in enumerate(steps) for op in ops if op.is_reduction}
     assert sum(op.is_reduction for ops in steps for op in ops) == len(set(visits))
     assert reductions == {unit: k + 1 for k, unit in enumerate(visits)}
-    assert all(ops == sorted(ops, key=lambda op: not op.is_reduction) for ops in steps), "gathers behind reductions"
+    for ops in steps:
+        assert ops == sorted(ops, key=lambda op: op.is_reduction is not is_one_slot)
     gathers_only = [[op for op in ops if not op.is_reduction] for ops in steps]
-    assert plan_steps(visits, slots, reduce=False) == gathers_only
+    assert plan_steps(visits, plan_of(slots), reduce=False) == gathers_only
 
 
 # -- the schedule -------------------------------------------------------------------------------------------------
@@ -47,12 +56,12 @@ def test_ranks_that_skip_visits_issue_the_same_operations_in_the_same_order(
     visits: list[int], slots: list[int], is_streamed: list[bool], reduce: bool, data: st.DataObject
 ) -> None:
     """Each exactly once, whatever is asked for and released, in whatever portions."""
-    schedule = Schedule(visits, slots, is_streamed, reduce=reduce)
+    schedule = Schedule(visits, plan_of(slots, is_streamed), reduce=reduce)
     issued: list[Op] = []
     for unit in data.draw(st.lists(st.integers(0, UNITS - 1), max_size=15), label="used"):
         issued += schedule.reach(unit)
     issued += schedule.advance_to()
-    assert issued == [op for ops in plan_steps(visits, slots, reduce=reduce) for op in ops]
+    assert issued == [op for ops in plan_steps(visits, plan_of(slots), reduce=reduce) for op in ops]
     assert schedule.advance_to() == []
 
 
@@ -69,7 +78,7 @@ READS: dict[str, tuple[list[int], int, bool, list[int]]] = {  # units that ran, 
 def test_a_unit_that_is_read_before_its_visit_is_reduced_after_its_readers(what: str) -> None:
     """Backward comes by there later. Reading it again changes nothing, and the order is learnt from the first."""
     ran, read, is_inside, log = READS[what]
-    schedule = Schedule([0, 1, 2, 3, 4], [2, 0, 1, 0, 3], [False, True, True, True, False], reduce=False)
+    schedule = Schedule([0, 1, 2, 3, 4], plan_of([2, 0, 1, 0, 3], [False, True, True, True, False]), reduce=False)
     for unit in ran:
         schedule.reach(unit)
     for _ in range(3):
@@ -82,7 +91,7 @@ def test_a_unit_that_is_read_before_its_visit_is_reduced_after_its_readers(what:
 
 def test_a_unit_that_a_rank_requests_is_visited_once_more() -> None:
     """All ranks have issued the rest of the program, and have all-gathered the unit."""
-    schedule = Schedule([0, 1, 2], [2, 0, 1], [False, True, True], reduce=False)
+    schedule = Schedule([0, 1, 2], plan_of([2, 0, 1], [False, True, True]), reduce=False)
     for unit in (0, 2):
         schedule.reach(unit)
     assert schedule.is_out_of_order(1)
