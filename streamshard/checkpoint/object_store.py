@@ -43,7 +43,7 @@ class ObjectStore(Storage):
         CheckpointError: fsspec, or its package for such URLs, is missing; or fsspec knows no such URLs.
     """
 
-    chunks_per_read = 8
+    chunks_per_read = 8  # requests under way at once
 
     def __init__(self, path: Url) -> None:
         self.path: Url = path
@@ -74,6 +74,7 @@ class ObjectStore(Storage):
         with self._raising_os_errors() as path:
             self._fs.invalidate_cache(path)
             try:
+                # Without fsspec's cache: other runs write here.
                 found: list[dict[str, Any]] = self._fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
@@ -196,7 +197,7 @@ class ObjectStore(Storage):
                 )
         except BaseException:
             with contextlib.suppress(OSError):
-                inside.unlink(MANIFEST_NAME)
+                inside.unlink(MANIFEST_NAME)  # it may be there even if putting it has raised
             raise
         return inside.path
 

@@ -57,6 +57,7 @@ def settle(optimizer: Optimizer, ranks: Communicator) -> None:
 def _moments_in(values: Mapping[str, Any], param: Param) -> dict[str, torch.Tensor]:
     """By key, state with the shape of this rank's piece, as plain tensors, [n] 1-D."""
     return {
+        # 1-D also if the parameter has no dims: a single number would go into JSON.
         key: value.as_subclass(torch.Tensor).detach().reshape(-1)
         for key, value in values.items()
         if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
@@ -172,6 +173,7 @@ def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communica
         RankMismatchError: names the option, the group, and the values of two ranks.
     """
     doing = "compare options of the optimizer"
+    # Options of thousands of parameters are sent only if their digests differ.
     if ranks.are_equal(doing, json.dumps(options, sort_keys=True)):
         return
     told: list[dict[str, Any]] = []
@@ -376,6 +378,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
             continue
         cut = param if owner is None else None
         own = decode(values, partial(_piece_of, got, cut), device if cut is None else cut.sharded.device)
+        # Only behind `decode`, whose errors all ranks raise alike.
         if cut is not None and not steps_here(None, engine, cut):
             continue
         if isinstance(key, int):
