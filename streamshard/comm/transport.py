@@ -292,7 +292,7 @@ class AloneTransport(Transport):
             with self.streams.on(self.stream), torch.no_grad():
                 out.add_(slot, alpha=1.0 / divisor) if accumulate else out.copy_(slot)
                 if divisor != 1.0 and not accumulate:
-                    out.mul_(1.0 / divisor)
+                    out.mul_(1.0 / divisor)  # in `out`: the slot's dtype would round again
         return None
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
@@ -334,7 +334,7 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
                 block.add_(first, alpha=share)
             else:
                 for place, other in enumerate(others):
-                    if other.data_ptr() == block.data_ptr():
+                    if other.data_ptr() == block.data_ptr():  # `first` overwrites it below
                         others[place] = other.clone()
                 block.copy_(first).mul_(share)  # torch.mul(first, share, out=block) would round to first's dtype
             for other in others:

@@ -136,6 +136,7 @@ class InnerOptimizer:
                 from an optimizer of the same class.
         """
         own = self.optimizer.state
+        # Of no parameter: each inner optimizer has them, and changes its own.
         own.update({key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)})
         for param, target in self._targets.items():
             if param in state:
