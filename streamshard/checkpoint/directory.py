@@ -14,7 +14,7 @@ nothing is said of the checkpoint: the save or load raises.
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
 the disk, one rename gives the directory its name. Before the rename there is no checkpoint, afterwards a whole one.
 Saves overwrite nothing: if ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``. On object storage
-the manifest takes the place of the rename: see `storage.py`, which does all that differs.
+the manifest takes the place of the rename: see `object_store.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def read_entry(path: Location) -> Entry:
     except CheckpointError as error:
         return Entry(path, manifest, str(error), may_be_whole=False)
     except OSError as error:
-        if is_shortage(error):
+        if is_shortage(error):  # this process fails, the checkpoint may be whole
             raise
         return Entry(path, manifest, printable(f"cannot read {path}: {describe(error)}"))
     return Entry(path, manifest)

@@ -337,7 +337,7 @@ class StoredDirectory(OpenFiles):
 
     def __init__(self, root: Location, names: FileNames) -> None:
         super().__init__(root)
-        if self.storage.is_file(names.single):
+        if self.storage.is_file(names.single):  # first, as all readers look
             file_of = dict.fromkeys(self.open(names.single).keys(), names.single)
         else:
             file_of = self._read_index(names)

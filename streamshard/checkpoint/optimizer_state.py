@@ -264,6 +264,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     engine.recover()
     ranks, device = engine.ranks, engine.streams.device
     settle(optimizer, ranks)
+    # Numbers name the parameters that are not sharded.
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
     sharded = {shard.sharded: (engine, shard) for shard in engine.params if shard.sharded in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
@@ -283,7 +284,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     records = join_records(records for _, records in told)
     wanted = records if ranks.is_first or not rank0_only else {}
     wholes = {name: torch.empty(record.shape, dtype=record.dtype) for name, record in wanted.items()}
-    for source, dtype, pieces in _messages(records):
+    for source, dtype, pieces in _messages(records):  # in one order on all ranks: they have the same records
         sizes = [piece.stop - piece.start for _, piece in pieces]
         if source == ranks.total_rank:
             parts = torch.cat([own[name].to(device) for name, _ in pieces])

@@ -169,7 +169,7 @@ class Transport(abc.ABC):
                 finish()
 
         with self.streams.on(self.stream), torch.no_grad():
-            work = collective(group=self.group, async_op=not self.streams.has_streams)
+            work = collective(group=self.group, async_op=not self.streams.has_streams)  # devices order by streams
             if work is None:
                 finish()
                 return None
@@ -287,6 +287,7 @@ class AloneTransport(Transport):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""
         slot, out, _, _, accumulate, tag, divisor = reduction
+        # With a slot for each unit's gradients main grads are the slot.
         if out.data_ptr() != slot.data_ptr() or divisor != 1.0:
             self._issue(None, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
             with self.streams.on(self.stream), torch.no_grad():

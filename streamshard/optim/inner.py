@@ -142,7 +142,7 @@ class InnerOptimizer:
             if param in state:
                 own[target] = {**own.get(target, {}), **state[param]}
         if is_loaded:
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # the class's own conversion
 
     def refuse_extras(self) -> None:
         """Raise if the optimizer's state dict has entries besides state and groups: they would not be saved."""
