@@ -48,6 +48,7 @@ def take_apart(values: Mapping[str, Any]) -> dict[str, Any]:
             parts, attributes = value.__tensor_flatten__()
             # None replaces the shape, which differs between ranks.
             attributes = [None if isinstance(each, tuple) else each for each in attributes]
+            # By the class's name `is_part` knows them.
             apart[key] = {name: {part: getattr(value, part) for part in parts}, _ATTRIBUTES: attributes}
     return apart
 

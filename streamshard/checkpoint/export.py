@@ -236,7 +236,7 @@ def _write_together(ranks: RankGroup, root: Path, plan: ExportPlan) -> list[str]
         return sum(write_ranges(partial, file, plan.held, is_first=ranks.is_first) for file in files)
 
     def publish(partial: Path, n_bytes: list[int]) -> list[str]:
-        if sum(n_bytes) != sum(file.size_bytes for file in files):
+        if sum(n_bytes) != sum(file.size_bytes for file in files):  # each rank knows its own ranges only
             raise CheckpointError(f"ranks did not write every byte of {root} once")
         named = name_files(files, names, partial) if names.are_in(os.listdir(root)) else files
         for old, new in zip(files, named, strict=True):

@@ -112,7 +112,7 @@ class ObjectStore(Storage):
             found: list[Any] = self._fs.cat_ranges([f"{self._root}/{name}" for name in names], starts, stops)
         for (name, start, stop), data in zip(ranges, found, strict=True):
             with self._raising_os_errors(name):
-                if isinstance(data, BaseException):
+                if isinstance(data, BaseException):  # fsspec returns it in the place of the bytes
                     raise data
             if len(data) != stop - start:
                 raise CheckpointError(f"{self.path / name} has {len(data)} bytes from byte {start} to {stop}")
@@ -162,7 +162,7 @@ class ObjectStore(Storage):
             entries = self._inside(name)._entries()
             if others := [f"{path}/{each}" for each in entries if each not in (BEGUN, SWEPT)]:
                 self._fs.rm(others, recursive=True)
-            for mark in filter(entries.__contains__, (BEGUN, SWEPT)):
+            for mark in filter(entries.__contains__, (BEGUN, SWEPT)):  # last: see [Note: object storage]
                 self._inside(name).unlink(mark)
             self._fs.invalidate_cache(path)
             self._fs.rm(path, recursive=True)  # some stores have an object for the directory

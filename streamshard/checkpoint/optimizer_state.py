@@ -45,6 +45,7 @@ def owner_ranks(optimizer: Optimizer) -> Mapping[int, int]:
 
 def steps_here(owner: int | None, engine: Engine, param: Param) -> bool:
     """Whether this rank has state of a parameter: it is the `owner`, or without an owner its piece has elements."""
+    # Of a parameter without elements all ranks have state.
     return owner == engine.ranks.rank if owner is not None else param.local.numel > 0 or not param.layout.numel
 
 
@@ -200,6 +201,7 @@ def join_states(name: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any
     first: dict[tuple[str, str], int] = {}  # the first rank that has said so
     for rank, state in enumerate(states):
         for where, own in state.items():
+            # A rank without state has not stepped, and has no other key to differ in.
             values, found = known.setdefault(where, {}), {_HAS_STEPPED: bool(own), **own}
             if found == values:  # soon: thousands of ranks have pieces of one parameter
                 continue

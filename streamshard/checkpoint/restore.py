@@ -256,7 +256,7 @@ class LoadPlan:
                 self._wrong.append(f"{told}: leave it out of extra=. The result's by_rank[{key!r}] has its values")
             elif key != name:
                 self.loaded.by_rank[key] = [decode(tree, self._files.read_whole, CPU) for tree in saved]
-            elif name != RANDOM:
+            elif name != RANDOM:  # other ranks' random numbers are of no use to this one
                 if ranks.is_first:
                     log.warning("%s: now all ranks have the first rank's", told)
                 self._plan_tree(name, saved[0])

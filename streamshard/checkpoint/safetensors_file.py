@@ -136,7 +136,7 @@ def write_file(directory: Location, layout: FileLayout, held: Held) -> FileRecor
             write(data, position)
             while data:
                 part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
-                crc32 = zlib.crc32(part, crc32)
+                crc32 = zlib.crc32(part, crc32)  # on the way: nothing is read again
                 data, position = data[len(part) :], position + len(part)
                 if position % CHUNK_BYTES == 0 or position == layout.size_bytes:
                     sums.append(f"{crc32:08x}")

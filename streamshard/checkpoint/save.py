@@ -306,7 +306,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     kept = state_of(ranks.users_group)
     group = kept.background_of()
     is_usable = group is not None and not state_of(group).is_closed
-    if not all(ranks.gather_objects("find the group for saves in the background", is_usable)):
+    if not all(ranks.gather_objects("find the group for saves in the background", is_usable)):  # all make one, or none
         with ranks.waiting("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN)
             kept.background_of = weak(group)

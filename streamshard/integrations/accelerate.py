@@ -232,7 +232,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         number, naming.iteration = naming.iteration, naming.iteration + 1
         if naming.automatic_checkpoint_naming:
             return save_checkpoint(directory, **parts, step=number, keep=naming.total_limit).path
-        save_checkpoint(directory, **parts, step=0, keep=1)
+        save_checkpoint(directory, **parts, step=0, keep=1)  # `output_dir` holds one checkpoint
         return directory
 
     def load_state(self, input_dir: AnyPath | None = None, **kwargs: Any) -> None:

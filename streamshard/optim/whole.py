@@ -328,7 +328,7 @@ class WholeParameterOptimizer(Optimizer):
                 )
         costs = {param: self._cost(param) for param, _ in found}
         self._loads = self._loads or [0.0] * ranks.world_size
-        new = [param for param in costs if param not in self._owners]
+        new = [param for param in costs if param not in self._owners]  # others have state where they are
         self._owners.update(zip(new, assign_owners([costs[param] for param in new], self._loads), strict=True))
         wholes = []
         for param, piece in found:

@@ -79,6 +79,7 @@ class LiveBytes(_OnPlainTensors):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
+        # Views, and results in place, have the storage of an argument.
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
             if is_traceable_wrapper_subclass(tensor):
