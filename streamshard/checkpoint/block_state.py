@@ -24,6 +24,7 @@ from streamshard.errors import ShardingError
 from streamshard.guards.piece import Piece
 
 _CLASSES = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
+# bitsandbytes numbers the scales and tables of its two moments. Its codes are one for each element, so no part.
 _PART = re.compile(rf"(?:.*\.)?(?:(?:{'|'.join(_CLASSES)})\.\w+|absmax[12]|qmap[12])")
 _ATTRIBUTES = "attributes"
 _NO_BLOCKS = "take an optimizer with a number for each element, such as torch.optim.AdamW"
@@ -47,6 +48,7 @@ def take_apart(values: Mapping[str, Any]) -> dict[str, Any]:
             parts, attributes = value.__tensor_flatten__()
             # None replaces the shape, which differs between ranks.
             attributes = [None if isinstance(each, tuple) else each for each in attributes]
+            # By the class's name `is_part` knows them.
             apart[key] = {name: {part: getattr(value, part) for part in parts}, _ATTRIBUTES: attributes}
     return apart
 
@@ -78,6 +80,7 @@ def extent_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool
     numel = stop - start if is_local else last
     if is_part(name) and name.rpartition(".")[2].startswith("qmap"):
         return piece._replace(shape=shape, start=0, stop=math.prod(shape), local_shape=shape, box=())
+    # Up to a power of two: an incomplete last block makes the quotient smaller.
     block = 1 << (-(-numel // math.prod(shape)) - 1).bit_length() if is_part(name) else 1
     if block == 1:
         return piece
@@ -86,5 +89,6 @@ def extent_of(name: str, param: Param, shape: tuple[int, ...], *, is_local: bool
     if any(piece.range_of(rank).start % block for rank in range(piece.ranks.world_size)):
         advice = f"write StreamShard(model, align_pieces_to={BLOCK_NUMEL})"
         raise ShardingError(f"{name!r} has blocks of {block} elements, and {param.name!r} is cut inside one: {advice}")
+    # Rounded up for an incomplete last block.
     start, stop, last = (-(-each // block) for each in (start, stop, last))
     return piece._replace(shape=(last,), start=start, stop=stop, local_shape=(stop - start,))

@@ -82,6 +82,7 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Lo
             try:
                 state_dict_saver.save(state, storage_writer=FileSystemWriter(partial / root.name), no_dist=True)
             except CheckpointException as error:
+                # torch's is a BaseException, and quotes tracebacks.
                 raise next(iter(error.failures.values()))[0] from None
         sync_directory(partial / root.name)
 
@@ -147,7 +148,7 @@ def from_dcp(
         key.removeprefix(prefix): files.read(key)
         for key, files in files_of.items()
         if files.is_tensor(key) and key.startswith(prefix) and (model or not key.startswith(own))
-        if "_extra_state" not in key.split(".")
+        if "_extra_state" not in key.split(".")  # of a module: it may be a tensor
     }
     if not weights:
         shown = sorted({key.partition(".")[0] for key in files_of})
@@ -306,7 +307,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes a record in the place of each object, except dtypes, sizes and dicts. So pickles run no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name != "Size":
+        if module == "torch" and name != "Size":  # a pickle has a dtype as torch's attribute
             return dtype_named(name)
         return {"Size": tuple, "OrderedDict": dict}.get(name) or type(name, (_Record,), {})
 

@@ -14,7 +14,7 @@ nothing is said of the checkpoint: the save or load raises.
 A save writes into a *partial* directory, whose name ends in ``.partial`` and is never used again. When all files are on
 the disk, one rename gives the directory its name. Before the rename there is no checkpoint, afterwards a whole one.
 Saves overwrite nothing: if ``checkpoint-1000`` exists, the new one is called ``checkpoint-1000-2``. On object storage
-the manifest takes the place of the rename: see `storage.py`, which does all that differs.
+the manifest takes the place of the rename: see `object_store.py`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def latest(directory: str | os.PathLike[str]) -> Location | None:
     entries = survey(root)
     newest = next((each for each in reversed(entries) if not each.wrong), None)
     passed_over = {each.path: each.wrong for each in entries[entries.index(newest) + 1 if newest else 0 :]}
-    if newest is None and any(each.may_be_whole for each in entries):
+    if newest is None and any(each.may_be_whole for each in entries):  # None would let the run begin again
         raise no_checkpoint(root, passed_over)
     _warn(passed_over)
     return newest.path if newest else None
@@ -114,7 +114,7 @@ def read_entry(path: Location) -> Entry:
     except CheckpointError as error:
         return Entry(path, manifest, str(error), may_be_whole=False)
     except OSError as error:
-        if is_shortage(error):
+        if is_shortage(error):  # this process fails, the checkpoint may be whole
             raise
         return Entry(path, manifest, printable(f"cannot read {path}: {describe(error)}"))
     return Entry(path, manifest)
@@ -196,7 +196,7 @@ def open_intact(root: Location, ranks: RankGroup) -> tuple[CheckpointFiles, dict
         failed[path] = wrong
     if root not in failed:
         raise no_checkpoint(root, failed)
-    parent = root.absolute().parent
+    parent = root.absolute().parent  # no older one instead: the path is the user's choice
     raise CheckpointError(f"{failed[root]}. Give its directory, {parent}, for the newest intact checkpoint in there")
 
 
@@ -213,7 +213,7 @@ def open_verified(path: Location, ranks: RankGroup) -> CheckpointFiles:
         return manifest
 
     manifest = run_on_all_ranks(ranks, "load", find, at=path)
-    if not ranks.are_equal("compare checkpoints", repr((manifest.files, manifest.versions))):
+    if not ranks.are_equal("compare checkpoints", repr((manifest.files, manifest.versions))):  # checksums and time
         raise CheckpointError(f"ranks see different checkpoints at {path}: put it on storage that all ranks share")
     share = ranks.total_rank, ranks.total_size
     run_on_all_ranks(ranks, "verify", lambda: verify_files(path, manifest.files, *share), at=path)
@@ -294,7 +294,7 @@ def create_partial(directory: Location, name: str, *, alone: bool = False) -> Pa
         OSError: the system cannot make the directory.
     """
     storage = storage_of(directory)
-    partial = storage.begin(name)
+    partial = storage.begin(name)  # before it looks for others: of two exports at once one sees the other
     try:
         for left in storage.leftovers():
             if left != partial.path.name and not storage.sweep(left):
@@ -332,6 +332,7 @@ def publish_checkpoint(partial: Location, manifest: Manifest, keep: int | None) 
     try:
         storage.sync()
         if keep is not None:
+            # `directory` may be a checkpoint too. The new one counts for `keep`.
             _delete_old([each.path for each in earlier if not each.wrong and each.path != directory], keep - 1)
     except OSError as error:
         log.warning("%s is saved; older ones are not deleted: %s", path, error)

@@ -32,7 +32,7 @@ from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import join_names
 from streamshard.torch_private import TorchDispatchMode
 
-_MANY_RUNS = 1 << 16
+_MANY_RUNS = 1 << 16  # more of them may not be short: each is a read or write by itself
 _SHORT_RUN_NUMEL = 16
 _NAMES_SHOWN = 8
 
@@ -70,7 +70,7 @@ class Rearrangement(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         aten = torch.ops.aten
-        if func is aten.clone.default:
+        if func is aten.clone.default:  # contiguous() ends here, and a reshape() that copies
             self._record(result, [args[0]], 0)
         elif func in (aten.cat.default, aten.stack.default):
             dim = args[1] if len(args) > 1 else 0
@@ -102,7 +102,8 @@ class Rearrangement(TorchDispatchMode):
         return tuple(found)
 
     def _record(self, result: torch.Tensor, parts: Sequence[torch.Tensor], dim: int) -> None:
-        parts = [part for part in parts if part.numel()]
+        parts = [part for part in parts if part.numel()]  # cat passes over tensors of shape [0], whatever `dim`
+        # Tensors of several dtypes are converted, not moved.
         if not result.is_contiguous() or any(part.dtype is not result.dtype for part in parts):
             return  # `runs` raises for a storage without record
         row_numels = tuple(math.prod(part.shape[dim:]) for part in parts)
@@ -299,7 +300,7 @@ def plan_load(
 def _check_kind(there: torch.Tensor, wanted: torch.Tensor) -> None:
     if there.shape != wanted.shape:
         raise CheckpointError(f"is {list(there.shape)}, wanted {list(wanted.shape)}")
-    if there.dtype.is_floating_point != wanted.dtype.is_floating_point:
+    if there.dtype.is_floating_point != wanted.dtype.is_floating_point:  # copies convert within a kind
         raise CheckpointError(f"is {there.dtype}, wanted {wanted.dtype}")
 
 
@@ -331,7 +332,7 @@ def fill_buffers(model: nn.Module, pieces: Mapping[str, TensorPiece]) -> None:
 
 def overlaps(runs: Iterable[Run], pieces: Mapping[str, TensorPiece]) -> Iterator[tuple[int, torch.Tensor]]:
     """The parts of a tensor made of `runs` that `pieces` have: for each, its first element in the tensor, and data."""
-    for run in (run for run in runs if run.source in pieces):
+    for run in (run for run in runs if run.source in pieces):  # in an export other ranks have no buffers
         piece = pieces[run.source]
         # Not from the piece's first run on: a part of stacked experts has a run for each row of each expert.
         edges = (place_in(piece.box, each) - piece.start for each in (run.source_start, run.source_start + run.numel))

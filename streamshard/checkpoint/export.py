@@ -206,7 +206,7 @@ def plan_files(tensors: Mapping[str, torch.Tensor], max_file_bytes: int, names: 
         filename_pattern=f"{names.stem}{{suffix}}.safetensors",
         max_shard_size=max_file_bytes,
     )
-    files = split.filename_to_tensors or {names.single: []}
+    files = split.filename_to_tensors or {names.single: []}  # a model without tensors has a file too
     return [lay_out(file, {name: tensors[name] for name in own}) for file, own in files.items()]
 
 
@@ -236,7 +236,7 @@ def _write_together(ranks: RankGroup, root: Path, plan: ExportPlan) -> list[str]
         return sum(write_ranges(partial, file, plan.held, is_first=ranks.is_first) for file in files)
 
     def publish(partial: Path, n_bytes: list[int]) -> list[str]:
-        if sum(n_bytes) != sum(file.size_bytes for file in files):
+        if sum(n_bytes) != sum(file.size_bytes for file in files):  # each rank knows its own ranges only
             raise CheckpointError(f"ranks did not write every byte of {root} once")
         named = name_files(files, names, partial) if names.are_in(os.listdir(root)) else files
         for old, new in zip(files, named, strict=True):
@@ -262,11 +262,12 @@ def _publish(partial: Path, root: Path, names: FileNames, written: Collection[st
         front, other = other, front
         (partial / front).write_bytes(index)
     for name in os.listdir(partial):
-        with open(partial / name, "rb") as file:
+        with open(partial / name, "rb") as file:  # the library that wrote the config has not synced it
             os.fsync(file.fileno())
-    for name in sorted(set(os.listdir(partial)) - {front, MANIFEST_NAME}):
+    for name in sorted(set(os.listdir(partial)) - {front, MANIFEST_NAME}):  # the manifest is only a lock here
         os.replace(partial / name, root / name)
     sync_directory(root)
+    # Synced before: the front must not reach the disk ahead of the files that it names.
     os.replace(partial / front, root / front)
     sync_directory(root)
     (root / other).unlink(missing_ok=True)
@@ -336,7 +337,7 @@ class StoredDirectory(OpenFiles):
 
     def __init__(self, root: Location, names: FileNames) -> None:
         super().__init__(root)
-        if self.storage.is_file(names.single):
+        if self.storage.is_file(names.single):  # first, as all readers look
             file_of = dict.fromkeys(self.open(names.single).keys(), names.single)
         else:
             file_of = self._read_index(names)

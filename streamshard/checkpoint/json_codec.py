@@ -20,6 +20,7 @@ from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _KIND = "$"
 CPU = torch.device("cpu")
+# A table: names in files must not lead to other attributes of torch.
 _DTYPES = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
@@ -50,12 +51,13 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
+        # NumPy's double is a float too, whose repr Python's float() does not read.
         return float(value) if math.isfinite(value) else {_KIND: "float", "value": repr(float(value))}
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, tensors)
     if isinstance(value, dict):
         return _encode_dict(value, path, tensors)
-    if type(value) in (list, tuple, torch.Size):
+    if type(value) in (list, tuple, torch.Size):  # a named tuple would come back without its names
         items = [_encode(each, f"{path}[{place}]", tensors) for place, each in enumerate(value)]
         return items if type(value) is list else {_KIND: "tuple", "value": items}
     if isinstance(value, torch.dtype):
@@ -77,9 +79,10 @@ def _of_numpy(value: Any) -> bool | int | float | torch.Tensor | None:
     if isinstance(value, numpy.bool_ | numpy.integer | numpy.floating):
         number = value.item()  # long doubles stay NumPy's numbers, and durations become integers
         return number if isinstance(number, bool | int | float) and value.dtype.kind != "m" else None
-    if type(value) is not numpy.ndarray:
+    if type(value) is not numpy.ndarray:  # a masked array would lose its mask
         return None
     try:
+        # torch warns of memory that is for reading only, and takes no negative strides.
         return torch.from_numpy(numpy.require(value, requirements=("C", "W")))
     except (TypeError, ValueError):  # strings, objects, long doubles, another byte order
         return None
@@ -99,7 +102,9 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if is_piece(value):
         raise CheckpointError(f"{path} is a norm of this rank's pieces: give float(value)")
     data = value.detach().as_subclass(torch.Tensor)
+    # Without the device's number, which differs between ranks: their JSON is compared.
     where = {} if data.device.type == "cpu" else {"device": data.device.type}
+    # Counts of steps are such tensors: ranks compare them as JSON, which has no complex numbers.
     if not data.shape and not data.dtype.is_complex:
         number = _encode(data.item(), path, tensors)
         return {_KIND: "number", "dtype": dtype_name(data.dtype), "value": number, **where}

@@ -84,12 +84,14 @@ class TensorRecord(NamedTuple):
         """
         pieces = tuple(sorted(self.pieces, key=lambda piece: (piece.box, piece.start, piece.stop)))
         whole = tuple((0, size, size) for size in self.shape)
+        # Without elements there are no pieces.
         ranges: dict[Box, list[int]] = {} if pieces else {whole: []}  # by box
         for piece in pieces:
             ranges.setdefault(piece.box or whole, []).extend(piece[1:3])
         shape, *others = {tuple(size for *_, size in box) for box in ranges}
         fit = (
             not others
+            # Before they are multiplied: anybody may have written them.
             and _are_sizes(chain(shape, self.shape, *(piece[:3] for piece in pieces)))
             and math.prod(shape) == math.prod(self.shape)
             and are_tiles(shape, [[(start, length) for start, length, _ in box] for box in ranges])
@@ -105,7 +107,7 @@ class TensorRecord(NamedTuple):
 def _is_filled(numel: int, starts_and_stops: Sequence[int]) -> bool:
     """Whether ranges, in order, have each of `numel` elements once."""
     edges = [0, *starts_and_stops, numel]
-    return edges[::2] == edges[1::2] and edges == sorted(edges)
+    return edges[::2] == edges[1::2] and edges == sorted(edges)  # the latter: no range is backwards
 
 
 def are_tiles(shape: Sequence[int], boxes: Sequence[Sequence[tuple[int, int]]]) -> bool:
@@ -121,6 +123,7 @@ def are_tiles(shape: Sequence[int], boxes: Sequence[Sequence[tuple[int, int]]]) 
         shape: of the tensor.
         boxes: for each dim, the start and the length. Anybody may have written them.
     """
+    # Anew at each call: nobody can write boxes that fit them.
     drawn: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(127))
 
     def corners(box: Sequence[tuple[int, int]]) -> int:
@@ -158,6 +161,7 @@ def place_in(box: Box, element: int) -> int:
 
 def contiguous_runs(view: torch.Tensor, start: int, numel: int) -> Iterator[tuple[int, int]]:
     """Elements [start, start + numel) of `view` in row-major order, as runs of its storage: (first element, number)."""
+    # The stride of a dim of size 1 may be any number.
     dims = [(size, stride) for size, stride in zip(view.shape, view.stride(), strict=True) if size != 1]
     block, end = 1, start + numel  # each `block` elements in row-major order are neighbours in storage
     while dims and dims[-1][1] == block:
@@ -220,6 +224,7 @@ class Manifest(NamedTuple):
             known = first.setdefault((shape, pieces), name) if pieces else name
             tensors[name] = {"shape": shape, "dtype": dtype_name(dtype), "pieces": pieces if known == name else known}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
+        # NaN is not JSON: `json_codec` writes it otherwise.
         return sealed(json.dumps(content, allow_nan=False, separators=(",", ":")).encode())
 
 
@@ -241,13 +246,14 @@ def read_manifest(directory: Location) -> Manifest:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
     body = text[len(_HEAD.format("0" * 64)) : -len(_TAIL)]
-    if text != sealed(body):
+    if text != sealed(body):  # also if head or tail differ: `body` was cut by length
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in its first line")
     try:
         content = json.loads(body)
         if (found := content.pop("format")) != FORMAT:
             raise CheckpointError(f"it has format {found!r:.20}, and this version reads format {FORMAT}")
         return _manifest_of(**content)
+    # Whatever Python makes of JSON that anybody may have written.
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError, CheckpointError) as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None  # a traceback may hold commands
 
@@ -265,7 +271,7 @@ def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
             found[name] = found[places]._replace(dtype=dtype)
     manifest = Manifest(files=records, tensors=found, **others)
     for key, kind in (("number", int), ("world_size", int), ("generation", int), ("versions", dict), ("state", dict)):
-        if type(value := getattr(manifest, key)) is not kind:
+        if type(value := getattr(manifest, key)) is not kind:  # a bool is an int
             raise CheckpointError(f"its {key} is {value!r:.40}, wanted a value of type {kind.__name__}")
     return manifest
 
@@ -349,7 +355,7 @@ class CheckpointFiles(OpenFiles):
         record = self.manifest.tensors[name]
         for piece in record.pieces:
             wanted, there = (start, target.numel()), (piece.start, piece.stop - piece.start)
-            if piece.box == box:
+            if piece.box == box:  # cut alike: there are no rows to compare
                 found = intersect_runs([there], [wanted])
             else:
                 found = intersect_runs(runs_in(piece.box, *there), runs_in(box, *wanted))

@@ -43,7 +43,7 @@ class ObjectStore(Storage):
         CheckpointError: fsspec, or its package for such URLs, is missing; or fsspec knows no such URLs.
     """
 
-    chunks_per_read = 8
+    chunks_per_read = 8  # requests under way at once
 
     def __init__(self, path: Url) -> None:
         self.path: Url = path
@@ -74,6 +74,7 @@ class ObjectStore(Storage):
         with self._raising_os_errors() as path:
             self._fs.invalidate_cache(path)
             try:
+                # Without fsspec's cache: other runs write here.
                 found: list[dict[str, Any]] = self._fs.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 return {}
@@ -111,7 +112,7 @@ class ObjectStore(Storage):
             found: list[Any] = self._fs.cat_ranges([f"{self._root}/{name}" for name in names], starts, stops)
         for (name, start, stop), data in zip(ranges, found, strict=True):
             with self._raising_os_errors(name):
-                if isinstance(data, BaseException):
+                if isinstance(data, BaseException):  # fsspec returns it in the place of the bytes
                     raise data
             if len(data) != stop - start:
                 raise CheckpointError(f"{self.path / name} has {len(data)} bytes from byte {start} to {stop}")
@@ -161,7 +162,7 @@ class ObjectStore(Storage):
             entries = self._inside(name)._entries()
             if others := [f"{path}/{each}" for each in entries if each not in (BEGUN, SWEPT)]:
                 self._fs.rm(others, recursive=True)
-            for mark in filter(entries.__contains__, (BEGUN, SWEPT)):
+            for mark in filter(entries.__contains__, (BEGUN, SWEPT)):  # last: see [Note: object storage]
                 self._inside(name).unlink(mark)
             self._fs.invalidate_cache(path)
             self._fs.rm(path, recursive=True)  # some stores have an object for the directory
@@ -196,7 +197,7 @@ class ObjectStore(Storage):
                 )
         except BaseException:
             with contextlib.suppress(OSError):
-                inside.unlink(MANIFEST_NAME)
+                inside.unlink(MANIFEST_NAME)  # it may be there even if putting it has raised
             raise
         return inside.path
 

@@ -45,6 +45,7 @@ def owner_ranks(optimizer: Optimizer) -> Mapping[int, int]:
 
 def steps_here(owner: int | None, engine: Engine, param: Param) -> bool:
     """Whether this rank has state of a parameter: it is the `owner`, or without an owner its piece has elements."""
+    # Of a parameter without elements all ranks have state.
     return owner == engine.ranks.rank if owner is not None else param.local.numel > 0 or not param.layout.numel
 
 
@@ -57,6 +58,7 @@ def settle(optimizer: Optimizer, ranks: Communicator) -> None:
 def _moments_in(values: Mapping[str, Any], param: Param) -> dict[str, torch.Tensor]:
     """By key, state with the shape of this rank's piece, as plain tensors, [n] 1-D."""
     return {
+        # 1-D also if the parameter has no dims: a single number would go into JSON.
         key: value.as_subclass(torch.Tensor).detach().reshape(-1)
         for key, value in values.items()
         if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value)
@@ -172,6 +174,7 @@ def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communica
         RankMismatchError: names the option, the group, and the values of two ranks.
     """
     doing = "compare options of the optimizer"
+    # Options of thousands of parameters are sent only if their digests differ.
     if ranks.are_equal(doing, json.dumps(options, sort_keys=True)):
         return
     told: list[dict[str, Any]] = []
@@ -198,6 +201,7 @@ def join_states(name: str, states: Iterable[Mapping[str, Any]]) -> dict[str, Any
     first: dict[tuple[str, str], int] = {}  # the first rank that has said so
     for rank, state in enumerate(states):
         for where, own in state.items():
+            # A rank without state has not stepped, and has no other key to differ in.
             values, found = known.setdefault(where, {}), {_HAS_STEPPED: bool(own), **own}
             if found == values:  # soon: thousands of ranks have pieces of one parameter
                 continue
@@ -262,6 +266,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     engine.recover()
     ranks, device = engine.ranks, engine.streams.device
     settle(optimizer, ranks)
+    # Numbers name the parameters that are not sharded.
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
     sharded = {shard.sharded: (engine, shard) for shard in engine.params if shard.sharded in names}
     names |= {param: shard.name for param, (_, shard) in sharded.items()}
@@ -281,7 +286,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     records = join_records(records for _, records in told)
     wanted = records if ranks.is_first or not rank0_only else {}
     wholes = {name: torch.empty(record.shape, dtype=record.dtype) for name, record in wanted.items()}
-    for source, dtype, pieces in _messages(records):
+    for source, dtype, pieces in _messages(records):  # in one order on all ranks: they have the same records
         sizes = [piece.stop - piece.start for _, piece in pieces]
         if source == ranks.total_rank:
             parts = torch.cat([own[name].to(device) for name, _ in pieces])
@@ -376,6 +381,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
             continue
         cut = param if owner is None else None
         own = decode(values, partial(_piece_of, got, cut), device if cut is None else cut.sharded.device)
+        # Only behind `decode`, whose errors all ranks raise alike.
         if cut is not None and not steps_here(None, engine, cut):
             continue
         if isinstance(key, int):

@@ -92,14 +92,16 @@ def load_checkpoint(
     parts = RunParts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
     run_on_all_ranks(ranks, "load", lambda: storage_of(root), at=root)  # raises if a package is missing
-    run_on_all_ranks(ranks, "load", finish_running, at=root)
+    run_on_all_ranks(ranks, "load", finish_running, at=root)  # its checkpoint may be the newest
     files, passed_over = open_intact(root, ranks)
     path = files.root
     with contextlib.ExitStack() as loading:
+        # A late step that has failed matters no more only if weights and state are both loaded.
         for _, engine in parts.models.values() if parts.optimizers else ():
             if engine.host is not None:
                 loading.enter_context(engine.host.loading())
         plan = run_on_all_ranks(ranks, "load", lambda: LoadPlan(parts, files, passed_over), at=path)
+        # Before weights change: users' methods may raise.
         run_on_all_ranks(ranks, "load", lambda: [act() for act in plan.loads], at=path)
         # From here on only the storage itself can fail.
         doing, half = "finish loading", f"{path}, and a part of it is loaded now: load again before going on"
@@ -108,7 +110,7 @@ def load_checkpoint(
     for each, engine in parts.models.values():
         engine.expire_weights()
         engine.fill(set(saved_names(each, engine).values()))
-        compute_buffers(engine, each)
+        compute_buffers(engine, each)  # of a model from meta: buffers that are not persistent are in no file
     log.info("loaded %s", printable(str(path)))
     return plan.loaded
 
@@ -209,9 +211,10 @@ class LoadPlan:
             else:
                 own = decode(values, partial(self._plan_moment, name, *place), self._device)
                 shape = place[1].piece.local_shape
-            if own and not self._wrong:
+            if own and not self._wrong:  # a tensor that does not fit has no values to put together
                 state[number] = put_together(own, shape)
         groups = zip(rest["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+        # torch wants numbers, the checkpoint has names.
         rest["param_groups"] = [{**options, "params": own["params"]} for options, own in groups]
         self.steps.append(partial(optimizer.load_state_dict, {**rest, "state": state}))
 
@@ -230,7 +233,7 @@ class LoadPlan:
         found = self._tensors[tensor]
         params = ((engine, param) for _, engine in self._parts.models.values() for param in engine.params)
         for engine, param in params:
-            if param.name == of and (piece := param.piece).shape == found.shape:
+            if param.name == of and (piece := param.piece).shape == found.shape:  # several models may have this name
                 local = torch.empty(piece.local_shape, dtype=found.dtype, device=param.sharded.device)
                 tensor = self._of_replica(engine, tensor)
                 copy_ranges(self._files.find(tensor, piece.start, local.view(-1), piece.box))
@@ -240,6 +243,7 @@ class LoadPlan:
 
     def _plan_trees(self, trees: Mapping[str, Any]) -> None:
         mine, ranks = self._parts.trees, self._parts.engine.ranks
+        # A checkpoint converted from DCP has neither extra state nor random numbers.
         self._wrong += [f"it has no {name!r}" for name in mine if name not in trees and name.startswith("extra.")]
         for name in sorted(trees, key=lambda name: name == RANDOM):  # other objects may draw random numbers
             saved, key = trees[name], name.removeprefix("extra.")
@@ -252,7 +256,7 @@ class LoadPlan:
                 self._wrong.append(f"{told}: leave it out of extra=. The result's by_rank[{key!r}] has its values")
             elif key != name:
                 self.loaded.by_rank[key] = [decode(tree, self._files.read_whole, CPU) for tree in saved]
-            elif name != RANDOM:
+            elif name != RANDOM:  # other ranks' random numbers are of no use to this one
                 if ranks.is_first:
                     log.warning("%s: now all ranks have the first rank's", told)
                 self._plan_tree(name, saved[0])

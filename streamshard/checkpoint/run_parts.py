@@ -66,7 +66,7 @@ class RunParts(NamedTuple):
         for name, each in _named("model", model, nn.Module).items():
             parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
             for inner, module in each.named_modules():
-                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                if type(module).get_extra_state is not nn.Module.get_extra_state:  # torch's own raises
                     parts.trees[f"extra_state.{name}/{inner}"] = _extra_state_of(module)
         if not parts.models:
             raise ShardingError(f"{what}: no model made by StreamShard was given")
@@ -113,6 +113,7 @@ def _named(kind: str, given: object, wanted: type) -> dict[str, Any]:
     for name, each in found.items():
         if each is not None and not isinstance(each, wanted):
             raise ConfigError(f"{name} is a {type(each).__name__}: wanted a {wanted.__name__}, or a dict of them")
+    # With optimizer=None there is none to save or load.
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -125,6 +126,7 @@ def class_name(value: object) -> str:
     """The full name of a value's class; for a `WholeParameterOptimizer` also the names of its groups' classes."""
     if (described := getattr(value, "described_class", None)) is not None:
         return str(described)
+    # A sharded model's class is a subclass of the user's.
     kind = getattr(type(value), "_streamshard_original", type(value))
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -168,6 +170,6 @@ class RandomState(NamedTuple):
         version, numbers, gauss = state["python"]
         random.setstate((version, tuple(numbers.tolist()), gauss))
         torch.set_rng_state(state["torch"])
-        if self.device.type in state:
+        if self.device.type in state:  # a run on another type of device has saved none
             module_of(self.device).set_rng_state(state[self.device.type], self.device)
         numpy.random.set_state(state["numpy"])

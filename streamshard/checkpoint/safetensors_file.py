@@ -109,7 +109,7 @@ def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         offsets = [position, position + tensor.nbytes]
         contents[each] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         places[each], position = (position, tensor.dtype), offsets[1]
-    text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(contents, separators=(",", ":"), ensure_ascii=False).encode()  # to the byte as the library's
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     places = {tensor: (len(header) + start, dtype) for tensor, (start, dtype) in places.items()}
@@ -136,7 +136,7 @@ def write_file(directory: Location, layout: FileLayout, held: Held) -> FileRecor
             write(data, position)
             while data:
                 part = data[: CHUNK_BYTES - position % CHUNK_BYTES]
-                crc32 = zlib.crc32(part, crc32)
+                crc32 = zlib.crc32(part, crc32)  # on the way: nothing is read again
                 data, position = data[len(part) :], position + len(part)
                 if position % CHUNK_BYTES == 0 or position == layout.size_bytes:
                     sums.append(f"{crc32:08x}")
@@ -194,7 +194,7 @@ def join_ranges(directory: Location, layout: FileLayout, source: Location, place
         CheckpointError: some bytes are at several places, or at none.
     """
     storage = storage_of(source)
-    in_order = [place for place in sorted(places) if place[-1]]
+    in_order = [place for place in sorted(places) if place[-1]]  # `read` takes no empty range
     with storage_of(directory).writing(layout.name, layout.size_bytes) as write:
         write(layout.header, 0)
         for first in range(0, len(in_order), storage.chunks_per_read):

@@ -51,7 +51,7 @@ from streamshard.guards.sharded_tensor import piece_of
 WRITTEN_WITHIN = datetime.timedelta(minutes=30)
 # torch rounds the size of pinned memory up to a power of two. One buffer for all pieces could take twice their bytes.
 _BUFFER_BYTES = 1 << 28  # of one buffer; a larger piece gets a buffer of its own
-_ALIGN_BYTES = 64
+_ALIGN_BYTES = 64  # of a view in any dtype
 
 
 def save_checkpoint(
@@ -161,7 +161,7 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     values: dict[str, Any] = {}
     trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for optimizer in parts.optimizers.values():
-        settle(optimizer, ranks)
+        settle(optimizer, ranks)  # not in `collect_here`, which may raise on one rank: this is collective
 
     def collect_here() -> dict[str, tuple[str, bool]]:
         """By name of a tree: a digest, pieces left out, and whether it has pieces."""
@@ -174,8 +174,10 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
             states[name] = local_state(name, optimizer, *parts.names_of(optimizer), ranks)
             pieces.extend(states[name].pieces)
         for name, value in parts.trees.items():
+            # Called once: a data loader's may start its workers.
             values[name] = value.state_dict() if has_state(value) else value
             trees[name] = tree, tensors = encode(values[name], name, keeps_pieces=True)
+            # Pieces differ between ranks even if the object is the same.
             common = {key: tensor for key, tensor in tensors.items() if piece_of(tensor) is None}
             found[name] = digest_of(tree, common), len(common) < len(tensors)
         return found
@@ -273,6 +275,7 @@ def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callabl
     module = module_of(device) if has_streams(device) else None
     copies, sources = [], []  # `sources` keeps tensors alive that the user may free before they are copied
     for piece, (number, start) in zip(pieces, places, strict=True):
+        # The event below is of this device only: copies from elsewhere end before the call does.
         copy, is_here = buffers[number].narrow(0, start, piece.data.nbytes), piece.data.device == device
         copy = copy.view(piece.data.dtype).copy_(piece.data, non_blocking=is_here)
         copies.append(piece._replace(data=copy))
@@ -303,7 +306,7 @@ def background_ranks(ranks: Communicator) -> RankGroup:
     kept = state_of(ranks.users_group)
     group = kept.background_of()
     is_usable = group is not None and not state_of(group).is_closed
-    if not all(ranks.gather_objects("find the group for saves in the background", is_usable)):
+    if not all(ranks.gather_objects("find the group for saves in the background", is_usable)):  # all make one, or none
         with ranks.waiting("making a group for saves in the background"):
             group = make_host_group(ranks.users_group, WRITTEN_WITHIN)
             kept.background_of = weak(group)

@@ -80,7 +80,7 @@ class StopOnSignal:
         """
         if not self._agreed:
             noted = self._ranks.gather_objects("ask for signals", self._noted)
-            self._agreed = max(noted)
+            self._agreed = max(noted)  # one number, so that all ranks exit with one status
             if self._agreed and self._ranks.is_first:
                 came_to = [rank for rank, each in enumerate(noted) if each]
                 log.warning("%s came to ranks %s: all ranks stop", signal.Signals(self._agreed).name, came_to)
@@ -105,7 +105,7 @@ class StopOnSignal:
         if _open is self:
             _open = None
             for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not of Python's
 
     def __enter__(self) -> StopOnSignal:
         return self

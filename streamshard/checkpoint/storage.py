@@ -60,7 +60,7 @@ def storage_of(location: Location) -> Storage:
         CheckpointError: a package is missing, or fsspec does not know the URL. Names the package.
     """
     if isinstance(location, Url):
-        from streamshard.checkpoint.object_store import ObjectStore
+        from streamshard.checkpoint.object_store import ObjectStore  # here: it imports this file
 
         return ObjectStore(location)
     from streamshard.checkpoint.local_directory import LocalDirectory
@@ -122,7 +122,7 @@ class Storage(Protocol):
             CheckpointError: it is not a regular file.
         """
         n_bytes = self.size(name)
-        return self.read((name, 0, n_bytes))[0] if n_bytes else b""
+        return self.read((name, 0, n_bytes))[0] if n_bytes else b""  # `read` takes no empty range
 
     def mapped(self, name: str) -> Path | None:
         """The path of a regular file, for mapping it into memory; None if only `read` reads it."""

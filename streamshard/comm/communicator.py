@@ -63,6 +63,7 @@ class Communicator(RankGroup):
                 f"parameters are on {streams.device}, for which the process group ({dist.get_backend_config(group)}) "
                 f"has no backend: torch.distributed.init_process_group({backend!r}), or without a name for all devices"
             )
+        # On CPUs not the user's groups: gloo would pair our messages with those of other libraries.
         shard_group, *others = (
             each if streams.has_streams else host_group_of(each)
             for each in (group, *(() if parts is None else (parts.model, parts.same)))
@@ -174,7 +175,7 @@ class Communicator(RankGroup):
         if self.total_size > 1 if with_replicas else not self.is_alone:
             with self.talk("a sum over all ranks", RecordKind.SUM), self._blocking("a sum"):
                 group = self.all_ranks if with_replicas else self.model_group
-                on_device = tensor.to(self.streams.device)
+                on_device = tensor.to(self.streams.device)  # NCCL does not read host memory
                 dist.all_reduce(on_device, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
                 if on_device is not tensor:
                     tensor.copy_(on_device)
@@ -263,7 +264,7 @@ class PlannedRanks(Communicator):
             raise ConfigError(f"world_size={world_size!r}: wanted a positive number of ranks")
         if transport not in ("nccl", "sockets", "shared-memory"):
             raise ConfigError(f"transport={transport!r}: wanted one of nccl, sockets, shared-memory")
-        RankGroup.__init__(self, streams=Streams(torch.device("meta")))
+        RankGroup.__init__(self, streams=Streams(torch.device("meta")))  # not Communicator's, which connects ranks
         self.world_size, self.kind = world_size, transport
         self.transport = _make_transport(self, transport)
 

@@ -33,7 +33,7 @@ class PairwiseTransport(Transport):
             with self.streams.on(self.stream):
                 shard = cast_to.copy_(shard)
         messages = self._swap([shard] * len(received), received, tag * _TAGS_EACH + (0 if is_published else 2))
-        if chunks[self.rank].data_ptr() != shard.data_ptr():
+        if chunks[self.rank].data_ptr() != shard.data_ptr():  # a cast puts it there
             with self.streams.on(self.stream):
                 chunks[self.rank].copy_(shard)
         return Exchange(None, messages, self.group)

@@ -134,7 +134,7 @@ def group_of_ranks(ranks: Sequence[int], callers: Collection[int], *known: dist.
     if device is not None and len(callers) < world.size() and backend_of(world, device).supports_splitting:
         what = f"init_process_group(device_id=..), and only ranks {sorted(callers)} of {world.size()} shard the model"
         raise ConfigError(f"{what}: torch would wait for the others to make a process group. Leave device_id away")
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), use_local_synchronization=True))  # others do not call it
 
 
 def resolve_group(device: torch.device) -> dist.ProcessGroup:
@@ -171,7 +171,7 @@ def make_default_group(device: torch.device, **given: Any) -> None:
         with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
             given = given or _meet_at_launchers_store(timeout)
             dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **given)
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1))  # here, where ranks that cannot connect get advice
     except RuntimeError as error:
         raise CommunicationError(f"the ranks cannot connect: {error}{connection_advice()}") from error
     state_of_default().is_ours = True

@@ -197,6 +197,7 @@ class RankGroup:
 
     def are_equal(self, doing: str, text: str) -> bool:
         """Whether `text` is the same on all ranks, replicas included. Blocks the host."""
+        # Paths in another encoding have surrogates.
         digest = hashlib.sha256(text.encode(errors="surrogatepass")).digest()
         return len(set(self.gather_objects(doing, digest))) == 1
 
@@ -276,7 +277,7 @@ def _attempt(action: Callable[[], object]) -> tuple[bytes, BaseException | None]
     """The message with the result of `action`, pickled, or with its error; and the error."""
     try:
         return _VALUE + pickle.dumps(action()), None
-    except BaseException as caught:
+    except BaseException as caught:  # of an interrupt too: the other ranks wait for a message
         return _ERROR + describe(caught).encode(errors="backslashreplace"), caught
 
 
@@ -308,7 +309,7 @@ def _failure_in(gathered: Sequence[bytes]) -> str | None:
 
 def _raise_failed(doing: str, failure: str | None, raises: type[StreamShardError], error: BaseException | None) -> None:
     """Raise if an exchange has found a `failure`; `error` is this rank's own part of it."""
-    if error is not None and not isinstance(error, Exception):
+    if error is not None and not isinstance(error, Exception):  # an interrupt stays one
         raise error
     if failure is not None:
         raise raises(f"could not {doing}: {failure}") from error

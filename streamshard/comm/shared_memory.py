@@ -7,7 +7,7 @@ machine. Through gloo's sockets the same exchange took three to four times the C
 
 A forked child does not get the mapping (MADV_DONTFORK), because it must not write to memory that other ranks read. A
 child that reads weights there ends with a segmentation fault. The child never frees the inherited objects, which would
-unmap other memory: its watchdog keeps them (`streamshard.comm.ranks`).
+unmap other memory: its watchdog keeps them (`streamshard.comm.watchdog`).
 
 [Note: counters]
 Each rank has four counters, and only this rank increments them:
@@ -108,7 +108,7 @@ class SharedBuffers:
         self._poll.register(process, select.POLLIN)
         weakref.finalize(self, os.close, process)
         self._memory = mmap.mmap(descriptor, 0)
-        self._memory.madvise(mmap.MADV_DONTFORK)
+        self._memory.madvise(mmap.MADV_DONTFORK)  # what a child wrote, other ranks would train with
         self._used = 0
         self.counters = self._words(len(Counter))
         self.gone = self._words(1)
@@ -122,7 +122,7 @@ class SharedBuffers:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A view [numel] of the memory at byte `offset`."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype)  # frombuffer takes no empty buffer
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -162,6 +162,7 @@ def share_memory(ranks: RankGroup, nbytes: int, units: int) -> list[SharedBuffer
         offers = ranks.gather_objects("share memory", own, with_replicas=False)
         buffers = [map_memory(offer, units) for offer in offers]
         mapped = [each for each in buffers if each is not None]
+        # One that cannot makes all use sockets: their transports have to match.
         all_can = all(ranks.gather_objects("map shared memory", len(mapped) == len(offers), with_replicas=False))
     return mapped if all_can else None
 
@@ -182,6 +183,7 @@ def map_memory(offer: Offer | None, units: int) -> SharedBuffers | None:
     """A rank's memory; None if the rank is on another machine, or its memory may not be mapped."""
     if offer is None or offer.system != _system():
         return None
+    # A container may refuse, or an old kernel.
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as files:
         file = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         files.callback(os.close, file)
@@ -282,6 +284,7 @@ class SharedMemoryTransport(PairwiseTransport):
             with self._on_stream:
                 cast_to.copy_(shard)
         self._gathers.append(copies)
+        # Behind the cast: other ranks copy when they see the count.
         self._own.counters[Counter.PUBLISHED] = count = self._own.counters[Counter.PUBLISHED] + 1
         return _Until(functools.partial(self.copy_until, count, for_all=False))
 
@@ -294,7 +297,7 @@ class SharedMemoryTransport(PairwiseTransport):
                 return list(zip(chunks, self._everywhere(shard), strict=True))
             sources = [each.view(count, -1)[peer] for peer, each in enumerate(self._everywhere(slot))]
             pairs = list(zip(chunks, sources, strict=True))
-            return pairs[:own] + pairs[own + 1 :]
+            return pairs[:own] + pairs[own + 1 :]  # this rank's shard is in the slot
 
     def readers(self, works: Sequence[Work | None]) -> Sequence[Work | None]:
         """See `Transport.readers`."""
@@ -327,7 +330,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._started.append((chunks, out, accumulate, divisor))
         own, number = self._own, self._own.counters[Counter.WRITTEN]
         own.written[number % len(own.written)] = self.recorder.log.digest
-        own.counters[Counter.WRITTEN] = number + 1
+        own.counters[Counter.WRITTEN] = number + 1  # behind the digest, which others read when they see it
         return _Until(functools.partial(self.sum_until, number + 1, for_all=True))
 
     def progress(self) -> None:
@@ -368,11 +371,11 @@ class SharedMemoryTransport(PairwiseTransport):
                     missing.append(rank)
             if not missing:
                 return
-            if counter is Counter.READ and self._started:
+            if counter is Counter.READ and self._started:  # else one rank may wait for a copy, the other one for a sum
                 self.progress()
             looks += 1
             if looks < _YIELDS:
-                os.sched_yield()
+                os.sched_yield()  # another rank may need this core
                 continue
             time.sleep(sleep_s)
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)

@@ -375,13 +375,14 @@ class IssueLog:
     def add(self, kind: int, tag: int = 0) -> None:
         """Record that this rank issues `kind`, a `RecordKind`, for the flat parameter of `tag`."""
         entry = (self.count, int(kind), tag)
-        self.digest = hash((self.digest, entry))
+        self.digest = hash((self.digest, entry))  # of integers, which every process hashes alike
         self._entries[self.count % _ENTRIES] = entry
         self.count += 1
         self.time_s = time.time()
 
     def entries(self) -> dict[int, Entry]:
         """The entries that the log still has, by number."""
+        # A copy: this rank may add entries while another thread reads.
         return {entry[0]: entry for entry in list(self._entries) if entry is not None}
 
 

@@ -169,7 +169,7 @@ class Transport(abc.ABC):
                 finish()
 
         with self.streams.on(self.stream), torch.no_grad():
-            work = collective(group=self.group, async_op=not self.streams.has_streams)
+            work = collective(group=self.group, async_op=not self.streams.has_streams)  # devices order by streams
             if work is None:
                 finish()
                 return None
@@ -287,12 +287,13 @@ class AloneTransport(Transport):
     def start_reduce(self, reduction: Reduction) -> Work | None:
         """See `Transport.start_reduce`."""
         slot, out, _, _, accumulate, tag, divisor = reduction
+        # With a slot for each unit's gradients main grads are the slot.
         if out.data_ptr() != slot.data_ptr() or divisor != 1.0:
             self._issue(None, Collective.REDUCE_SCATTER, tag, reads=(slot,), writes=(out,))
             with self.streams.on(self.stream), torch.no_grad():
                 out.add_(slot, alpha=1.0 / divisor) if accumulate else out.copy_(slot)
                 if divisor != 1.0 and not accumulate:
-                    out.mul_(1.0 / divisor)
+                    out.mul_(1.0 / divisor)  # in `out`: the slot's dtype would round again
         return None
 
     def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
@@ -334,7 +335,7 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
                 block.add_(first, alpha=share)
             else:
                 for place, other in enumerate(others):
-                    if other.data_ptr() == block.data_ptr():
+                    if other.data_ptr() == block.data_ptr():  # `first` overwrites it below
                         others[place] = other.clone()
                 block.copy_(first).mul_(share)  # torch.mul(first, share, out=block) would round to first's dtype
             for other in others:

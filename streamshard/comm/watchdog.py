@@ -32,6 +32,7 @@ class _Watchdog:
         known = (each for each in flight_recorder.watched if not each[1].has_left)
         flight_recorder.watched = (*known, (weakref.WeakMethod(abort), recorder))
         if self._thread is None:
+            # A daemon: Python would wait for another thread before it calls `end`.
             self._thread = threading.Thread(target=self._run, name="streamshard watchdog", daemon=True)
             self._thread.start()
 
@@ -57,7 +58,8 @@ class _Watchdog:
         if (error := uncaught()) is not None:
             for recorder in recorders:
                 recorder.post_failure(f"its process ends with {describe(error)}")
-            if not isinstance(error, StreamShardError):
+            if not isinstance(error, StreamShardError):  # which says itself what has failed
+                # A difference was logged, or raised, before.
                 failures = {recorder.read_failure() for recorder in recorders if recorder.difference is None}
                 for failure in failures - {None}:
                     log.error("%s", failure)

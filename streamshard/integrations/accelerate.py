@@ -114,6 +114,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             raise ConfigError("use_regional_compilation: leave it out, and call layer.compile() before prepare")
         if _sharded_in(model) is None:
             self.shard(model, evaluation_mode=evaluation_mode)
+        # In evaluation mode, or accelerate would wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def shard(self, model: nn.Module, *, evaluation_mode: bool = False) -> None:
@@ -127,7 +128,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             device = engine_of(StreamShard(model, **options)).ranks.streams.device
         finally:
             for param in trained:
-                successor(param).requires_grad_(True)
+                successor(param).requires_grad_(True)  # a DTensor's place has another parameter now
         for module in modules_inside(model):
             if "hf_device_map" in vars(module):  # accelerate refuses quantized models on other devices
                 vars(module)["hf_device_map"] = {"": device}
@@ -231,7 +232,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         number, naming.iteration = naming.iteration, naming.iteration + 1
         if naming.automatic_checkpoint_naming:
             return save_checkpoint(directory, **parts, step=number, keep=naming.total_limit).path
-        save_checkpoint(directory, **parts, step=0, keep=1)
+        save_checkpoint(directory, **parts, step=0, keep=1)  # `output_dir` holds one checkpoint
         return directory
 
     def load_state(self, input_dir: AnyPath | None = None, **kwargs: Any) -> None:

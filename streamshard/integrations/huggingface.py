@@ -262,7 +262,7 @@ def _steps_of(
     taken: set[str] = set()
     for key in sorted(stored, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(key, renamings, converters, *for_base)
-        if name not in wanted and key in wanted:
+        if name not in wanted and key in wanted:  # a renaming must not spoil a name that fits
             name, pattern = loading.rename_source_key(key, [], [], *for_base)
         if name not in wanted:
             continue

@@ -113,7 +113,7 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
         self.model = _shard(self.model, str(self.precision_plugin.precision), self._options)
         if is_new and handle_of(self.model) is not None:
             for name in _STEPS:
-                register_forward_method(self.model, name)
+                register_forward_method(self.model, name)  # Lightning calls these instead of forward
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -146,7 +146,8 @@ class StreamShardStrategy(DDPStrategy):  # type: ignore[misc]  # lightning is no
     def teardown(self) -> None:
         """As Lightning's, but the model stays where its shards are."""
         model = self._lightning_module
+        # Lightning moves both to the CPU.
         with replacing((self.__dict__, "_lightning_module", None), (self.__dict__, "_optimizers", [])):
             super().teardown()
         if model is not None and handle_of(model) is not None:
-            engine_of(model).recover()
+            engine_of(model).recover()  # an error may have ended a backward

@@ -64,6 +64,7 @@ class StreamShardBackend:
     @classmethod
     def save_checkpoint(cls, model: Any, optimizer: Optimizer, ckpt_dir: str, **kwargs: Any) -> None:
         """Write a checkpoint of StreamShard beside the trainer's other files."""
+        # `ckpt_dir` holds one checkpoint.
         save_checkpoint(Path(ckpt_dir, "streamshard"), model, optimizer, step=0, keep=1)
         if kwargs.get("save_ckpt_as_hf"):
             cls.save_model(model, str(Path(ckpt_dir, "hf_model")), kwargs["processor"])

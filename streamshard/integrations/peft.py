@@ -145,14 +145,14 @@ def _save_pretrained(self: Any, save_directory: AnyPath, *args: Any, **given: An
     Raises:
         CheckpointError: as from `export_safetensors`; or an argument that only the library's method supports.
     """
-    own = super(type(self), self).save_pretrained
+    own = super(type(self), self).save_pretrained  # StreamShard has made the class: the library's is above it
     known = inspect.signature(own).parameters
     given |= dict(zip(list(known)[1:], args, strict=False))
     if given.get("state_dict") is not None:
         own(save_directory, **given)
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
-    given.pop("is_main_process", None)
+    given.pop("is_main_process", None)  # all ranks write
     if has_adapters(self):
         wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(self, given))
         save_on_first(self, parse_path("save_directory", save_directory), functools.partial(own, **given), wanted)

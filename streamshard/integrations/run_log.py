@@ -145,7 +145,7 @@ class RunLog:
     def paused(self) -> Iterator[None]:
         """Leave the time inside out: of an evaluation, or a save."""
         if self._steps:
-            self._wait()
+            self._wait()  # steps that the device has not done yet are no pause
         start = self._clock()
         try:
             yield
@@ -181,7 +181,7 @@ def _open(path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
             size = file.tell()
-            file.seek(max(size - 4096, 0))
+            file.seek(max(size - 4096, 0))  # a line is shorter
             rest = file.read().rpartition(b"\n")[2]
             if rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
                 raise ConfigError(f"path={str(path)!r}: its last line has no end, and is not a RunLog's")
@@ -199,7 +199,7 @@ def _peak_memory_bytes(streams: Streams) -> int:
     import resource  # not on all systems
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 
 
 def flops_per_s_of(name: str) -> float | None:

@@ -136,12 +136,13 @@ class InnerOptimizer:
                 from an optimizer of the same class.
         """
         own = self.optimizer.state
+        # Of no parameter: each inner optimizer has them, and changes its own.
         own.update({key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)})
         for param, target in self._targets.items():
             if param in state:
                 own[target] = {**own.get(target, {}), **state[param]}
         if is_loaded:
-            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.optimizer.load_state_dict(self.optimizer.state_dict())  # the class's own conversion
 
     def refuse_extras(self) -> None:
         """Raise if the optimizer's state dict has entries besides state and groups: they would not be saved."""

@@ -158,7 +158,7 @@ class Rounds:
             steps[0]()
             for number, (own, step) in enumerate(zip(self._rounds, steps[1:], strict=True)):
                 self._lay_out(own, grads)
-                if number + 1 < len(self._rounds):
+                if number + 1 < len(self._rounds):  # the next round travels while this one is stepped
                     self._send(self._rounds[number + 1], grads)
                 step()
                 if number:
@@ -226,7 +226,7 @@ class Rounds:
         self._returned.record(self._ranks.transport.start_all_to_all(own.to_pieces))
         for _, whole, _, _, empty in own.wholes:
             whole.grad = None
-            whole.data = empty
+            whole.data = empty  # the buffers are the next round's
 
     def _finish(self, own: _Round, grads: _Grads) -> None:
         self._returned.wait()  # rule 7

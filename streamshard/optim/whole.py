@@ -240,7 +240,7 @@ class WholeParameterOptimizer(Optimizer):
         numbers = {inner.number for part in self._parts[1:] for inner in part}  # groups with parameters of this rank
         options = {number: options_of(self.param_groups[number]) for number in sorted(numbers)}
         shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
-        for their_options, theirs in reversed(
+        for their_options, theirs in reversed(  # The first rank that has some comes last, and counts.
             ranks.gather_objects("share options of parameter groups", (options, shared))
         ):
             for number, values in their_options.items():
@@ -284,6 +284,7 @@ class WholeParameterOptimizer(Optimizer):
         state = dict(state_dict["state"])
         for numbers, key in self._stacks(state_dict):
             stack = state.get(numbers[0], {}).get(key, ())
+            # Shorter: it is split already.
             for place, number in enumerate(numbers if len(stack) >= len(numbers) else ()):
                 state[number] = {**state.get(number, {}), key: stack[place : place + 1]}
         return {**state_dict, "state": state}
@@ -327,7 +328,7 @@ class WholeParameterOptimizer(Optimizer):
                 )
         costs = {param: self._cost(param) for param, _ in found}
         self._loads = self._loads or [0.0] * ranks.world_size
-        new = [param for param in costs if param not in self._owners]
+        new = [param for param in costs if param not in self._owners]  # others have state where they are
         self._owners.update(zip(new, assign_owners([costs[param] for param in new], self._loads), strict=True))
         wholes = []
         for param, piece in found:

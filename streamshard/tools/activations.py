@@ -79,6 +79,7 @@ class LiveBytes(_OnPlainTensors):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
+        # Views, and results in place, have the storage of an argument.
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
             if is_traceable_wrapper_subclass(tensor):
@@ -305,7 +306,7 @@ def _copy_without_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Modu
         kind = dtype if is_param and dtype is not None and tensor.is_floating_point() else tensor.dtype
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind)
         fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_param else fake
-    return copy.deepcopy(model, fakes)
+    return copy.deepcopy(model, fakes)  # as its memo: deepcopy takes the fakes in the place of the model's tensors
 
 
 def _build_without_memory(build: Build, dtype: torch.dtype | None) -> nn.Module:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has ended: `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 1
     except (StreamShardError, OSError) as error:
         _say(f"streamshard {arguments.command}: {error}", sys.stderr)

@@ -84,7 +84,8 @@ def examine(precision: Precision) -> Report | None:
     if device.type != "cpu":
         module_of(device).set_device(device)
     report = Report(world_size, -(-world_size // local_size), [])
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # each machine once
+        # Before ranks connect: a failure to connect hides none of them.
         report.findings = [*check_machine(device, local_size)]
     if world_size > 1:
         try:

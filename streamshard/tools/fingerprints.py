@@ -43,7 +43,7 @@ def _digest(values: torch.Tensor, start: int) -> torch.Tensor:
     for first in range(0, len(bits), _CHUNK):
         part = bits[first : first + _CHUNK].long()
         places = torch.arange(len(part), device=part.device).add_(start + first)
-        total += part.mul_(places.mul_(_GOLDEN).bitwise_or_(1)).sum()
+        total += part.mul_(places.mul_(_GOLDEN).bitwise_or_(1)).sum()  # odd factors lose no bit
     return total
 
 

@@ -150,7 +150,7 @@ def most_slots(streamed: int, stages: Sequence[Stage], total_bytes: Callable[[in
     left = room.left(is_checkpointed=room.needs_checkpointing(first))
     if first > left or any(total <= left for total in others):
         return None
-    return 2 + bisect.bisect_right(range(3, streamed + 1), left, key=total_bytes)
+    return 2 + bisect.bisect_right(range(3, streamed + 1), left, key=total_bytes)  # two fit
 
 
 def fewest_ranks(fits: Callable[[int], bool]) -> int | None:

@@ -136,6 +136,7 @@ class Exchanged:
 
     def copies(self, passes: int) -> Iterator[tuple[str, int, int, int]]:
         """See `HostBytes.copies`."""
+        # The first pass gathers, and the last one, which is outside of `no_sync()`.
         gathering, reducing = min(passes, 2 if self.keeps_weights else passes), 1 if self.keeps_grads else passes
         for name, count, n_bytes in (
             ("forward", gathering, self.forward),
@@ -300,11 +301,11 @@ def predict(inputs: HostBytes | Exchanged, load: Load, machine: Machine) -> Step
         larger = "larger micro-batches" + " rather than more" * (load.micro_batches > 1)
         advice.append("more tokens in a step" if load.is_layer_major else larger)
     if worst.exposed_s > 0 and isinstance(inputs, HostBytes):
-        if worst is passes[0] and 16 * inputs.trained > inputs.first_forward:
+        if worst is passes[0] and 16 * inputs.trained > inputs.first_forward:  # else most bytes are frozen weights
             share = 1 - worst.seconds["computing"] / worst.seconds[worst.limit]
             advice.append(f"device_budget: with {share:.0%} of the state on the device, copies of the rest hide")
             advice.append("fewer trained parameters, as with LoRA: their step hides beside one forward only")
-        if worst.limit != "host memory":
+        if worst.limit != "host memory":  # which ranks share
             advice.append("more ranks: each has a link, and copies less")
     step_s = computing_s + sum(each.exposed_s for each in passes)
     limit = worst.limit if advice else "computing"

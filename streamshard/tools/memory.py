@@ -89,9 +89,10 @@ def report_memory(engine: Engine) -> MemoryReport:
     adam_bytes, dropped = [0, 0], 0  # on the device, in host memory
     for flat in (flat for unit in engine.units for flat in unit.trained):
         numel = flat.layout.shard_numel
-        adam_bytes[flat.is_on_host] += 8 * numel
+        adam_bytes[flat.is_on_host] += 8 * numel  # two moments in fp32
         if flat.may_drop:
             dropped += 4 * numel
+            # It may have no memory now, and has it at the end of backward.
             held_bytes[Category.MAIN_GRADS.value] += 4 * numel - flat.main_grads.untyped_storage().nbytes()
     for scratch in {unit.grads.slot.scratch for unit in engine.units}:
         if not scratch.keeps_memory:
@@ -160,6 +161,7 @@ def log_summary(engine: Engine, root: nn.Module) -> None:
 def _report_at_exit() -> None:
     """If the process ends because it is out of memory, log the bytes that each engine holds, and what makes room."""
     if _is_out_of_memory(uncaught()):
+        # No list of engines is kept for this.
         for engine in [each for each in gc.get_objects() if type(each) is Engine]:
             log.error("%s", explain_out_of_memory(engine))
         log.error("out of memory: `streamshard plan` says what a rank needs and what fits")
@@ -169,6 +171,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     """Whether this rank could not allocate memory, on its device or its host."""
     if error is None or not is_of_this_rank(error):
         return False
+    # The text is of torch's allocator for CPUs, whose error is a RuntimeError.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 

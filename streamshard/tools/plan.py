@@ -127,6 +127,7 @@ class Plan:
     @property
     def verdict(self) -> str:
         """Whether ``model.accumulate`` pays in the stage `timed`."""
+        # With offload one rank copies its weights to the device.
         is_alone = self.world_size == 1 and not self.timed.host_total_bytes
         if is_alone or all(unit.is_resident for unit in self.units):
             why = "one rank gathers nothing" if is_alone else "no layers take turns, so it runs the loop"
@@ -204,6 +205,7 @@ def plan(
     fewest = tp * ep if world_size is None else world_size
     tokens, ranks = _tokens_of(batch, seq), Ranks(fewest, tp, ep, transport, replicas)
     step = None if step is None else _step_of(step, ranks, tokens, accumulate)
+    # A plan's mesh of DTensors exists only inside.
     with planning(model, ranks, units, resident, given, accumulate) as planner:
         activations = planner.activations(tokens)
         room = None if budget_bytes is None else Room.of(budget_bytes, activations[0], on_gpus=ranks.on_gpus)
@@ -225,7 +227,7 @@ def _step_of(step: Step, ranks: Ranks, tokens: tuple[int, int] | None, accumulat
         )
     if accumulate is None:
         return step
-    if step.micro_batches not in (1, accumulate):
+    if step.micro_batches not in (1, accumulate):  # 1: not given
         raise ConfigError(f"micro_batches={step.micro_batches}, accumulate={accumulate}: wanted one of the two")
     return dataclasses.replace(step, micro_batches=accumulate)
 
@@ -249,7 +251,7 @@ def _plan(
     if weight_slots is None and room is not None:
         streamed = sum(not unit.is_resident for unit in planner.checked.found)
         weight_slots = most_slots(streamed, stages, lambda count: planner.stage("", count).total_bytes, room)
-    if weight_slots is not None and weight_slots != 2:
+    if weight_slots is not None and weight_slots != 2:  # ZeRO-3 has two
         stages.insert(1, planner.stage(f"{weight_slots} slots", weight_slots))
     fit = None if room is None else choose(stages, room)
     found, name = planner.units(), type(planner.model).__name__

@@ -123,6 +123,7 @@ class Planner(NamedTuple):
         """
         load = _load_of(self.model, self.checked.found, tokens, step)
         loads = [load, dataclasses.replace(load, is_layer_major=True)][: 1 + self.is_layer_major]
+        # A machine has no more ranks than the run.
         machine = dataclasses.replace(step.machine, ranks=min(step.machine.ranks, self.ranks.world_size))
         if self.checked.settings.offload is not None:
             inputs = _host_bytes_of(self.engine(weight_slots=stage.weight_slots, grad_slots=None))
@@ -130,7 +131,8 @@ class Planner(NamedTuple):
         if self.accumulate is None:
             told = 'a step without offload copies nothing from host memory: give offload="state", or accumulate'
             raise ConfigError(told)
-        machine = dataclasses.replace(machine, host_memory=None, ranks=1)
+        machine = dataclasses.replace(machine, host_memory=None, ranks=1)  # each rank's link to others is its own
+        # Without layer-major accumulation there is one load.
         return [predict(*each, machine) for each in zip((stage.loop, stage.exchanged), loads, strict=False)]
 
     def on_ranks(self, world_size: int) -> Planner:
@@ -265,6 +267,7 @@ def _check_parts(model: nn.Module, ranks: Ranks) -> Sequence[int]:
 def _load_of(model: nn.Module, found: Sequence[FoundUnit], tokens: tuple[int, int], step: Step) -> Load:
     """The load of a rank that trains `model`, with the units `found`, in a loop over micro-batches of `tokens`."""
     tables = [module for module in modules_inside(model) if isinstance(module, nn.Embedding)]
+    # An embedding computes nothing. A tied one is the head's weight too.
     others = [module for module in modules_inside(model) if not isinstance(module, nn.Embedding)]
     params = {param for module in others for param in module._parameters.values() if param is not None}
     used = sum(param.numel() for param in params)

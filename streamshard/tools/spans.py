@@ -55,13 +55,14 @@ class Trace:
     ranks: RankGroup | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "ranks": None}
+        return {**vars(self), "ranks": None}  # process groups cannot be sent
 
     @property
     def steps(self) -> int:
         """The number of steps, at least 1. The first optimizer step after a backward ends a step."""
         step = "backward", "optimizer"
         ends = sorted((span.stop_us, span.activity) for span in self.spans if span.activity in step)
+        # Other backwards are of micro-batches, and other optimizers belong to the same step.
         count = sum((before[1], after[1]) == step for before, after in itertools.pairwise(ends))
         return max(count, 1)
 
@@ -147,6 +148,7 @@ def lanes_of(trace: Trace) -> list[tuple[str, list[Span]]]:
     """The rows, each once for every lane. Collectives of a lane do not overlap."""
     rows: dict[str, list[list[Span]]] = {"compute": []}
     for span in trace.spans:
+        # Viewers put spans of one thread inside each other. Collectives of a kind may overlap.
         nests = span.stream is StreamName.COMPUTE
         lanes = rows.setdefault("compute" if nests else span.activity, [])
         lane = next((each for each in lanes if nests or each[-1].stop_us <= span.start_us), None)
@@ -158,6 +160,7 @@ def lanes_of(trace: Trace) -> list[tuple[str, list[Span]]]:
 
 def _events_of(trace: Trace, rank: int) -> Iterator[dict[str, Any]]:
     """Events of Chrome's trace format: a process for the rank, a thread for each lane."""
+    # M: a name; X: a span, with its start and duration.
     yield {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": trace.about}}
     for number, (row, lane) in enumerate(lanes_of(trace)):
         place = {"pid": rank, "tid": number}

@@ -80,7 +80,7 @@ class _Unit:
 
     def __init__(self, ranks: Communicator, tag: int, numel: int, precision: Precision) -> None:
         kind = kind_of(torch.float32, precision, trains=True, in_fp32=False)
-        kind = kind._replace(grad_dtype=kind.compute_dtype)
+        kind = kind._replace(grad_dtype=kind.compute_dtype)  # as in slots that units share
         shard = -(-numel // ranks.world_size)
         self._transport, device = ranks.transport, ranks.streams.device
         sent = self._transport.sent_dtype(kind.mode, kind.grad_dtype)
@@ -161,5 +161,6 @@ def medians_ms(ranks: RankGroup, device: torch.device, *parts: Callable[[], obje
         return times
 
     once()
+    # The first call of `once` warms up, the second says how long one takes.
     repeats = ranks.of_first("agree on repeats", max(1, min(_MOST_REPEATS, int(1e3 * _SECONDS / sum(once())))))
     return [statistics.median(times) for times in zip(*(once() for _ in range(repeats)), strict=True)]
