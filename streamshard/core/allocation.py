@@ -139,7 +139,7 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
         unit.weight_slot.shard_read.complete()
         unit.grads.slot.drained.complete()
     for unit in joined:
-        # if gradients have slots of their own, the unit keeps it
+        # If gradients have slots of their own, the unit keeps it.
         unit.use_slots(kept, grads.get(kept, unit.grads.slot))
         if unit.index in plan.ends:
             unit.take_turns()

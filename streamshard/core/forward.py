@@ -221,7 +221,7 @@ class Forward(Phase):
         """
         engine = self._engine
         everywhere = engine.ranks.gather_objects("all-gather a unit out of order", wanted)
-        # the same on all ranks
+        # The same on all ranks.
         chosen: int | None = min((unit for unit in everywhere if unit is not None), default=None)
         if chosen is None:
             return None

@@ -87,7 +87,7 @@ class Param:
         self.local = piece.range_of(piece.ranks.rank)
         self.form, self.whole_class = take_form(param), type(param)
         self.dtype = self.form.memory(param).dtype
-        # kept: each step makes the view anew, for each parameter
+        # Kept: each step makes the view anew, for each parameter.
         self._strides = torch.empty(self.piece.local_shape, device="meta").stride()
         self.has_room = False
         self.is_used = self.is_kept = self.is_written_early = self.is_left = False

@@ -269,7 +269,7 @@ class WeightGuard:
             view.__class__ = kind
         if is_present and marks:
             self.begin_use()
-        elif marks and self._is_shared:
+        elif marks and self._is_shared:  # weights with a slot of their own stay in it for backward
             set_versions(self._aliases, self._absent)
 
     def set_class(self, place: int, *, is_present: bool) -> type:
@@ -303,7 +303,7 @@ class WeightGuard:
         now = list(map(_version_of, self._aliases))
         if now == self._versions and not self._before:
             return
-        before = dict(self._before)
+        before = dict(self._before)  # `begin_use` forgets them, and comes first: a use after the error begins anew
         self.begin_use()
         versions = zip(now, self._versions, self._places, strict=True)
         changed = {place for version, known, place in versions if version != known}
