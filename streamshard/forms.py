@@ -319,7 +319,7 @@ def lower(name: str, param: nn.Parameter) -> nn.Parameter:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the first pass refuses the former
         setattr(plain, hooks, getattr(param, hooks))
     plain.__dict__.update({**vars(param), _FORM: form})
-    plain.__dict__.pop("_is_param")
+    plain.__dict__.pop("_is_param")  # torch's mark of Parameters of other classes
     old: Any = param
     old.lowered, old.successor = name, plain
     old._local_tensor = torch.empty(0)  # an optimizer or a list may keep the DTensor

@@ -46,6 +46,7 @@ def gather_full(
         params = [param for param in flat_param.params if wanted is None or param.sharded in wanted]
         if not params:
             continue
+        # A copy: `Param.main` settles what lies in host memory, and finds data that the user has moved.
         gathered = own = torch.zeros_like(flat_param.main, device=engine.streams.device)
         for param in params:
             own.narrow(0, param.local.shard_offset, param.local.numel).copy_(param.main)
@@ -112,7 +113,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
                 yield
                 edited = _edited(engine, full, before)
             except Exception as error:
-                failure = error
+                failure = error  # raised when the pieces are back, on all ranks
         if writeback:
             _refuse_different(engine, edited, failure)
         raise_if(failure)

@@ -109,7 +109,7 @@ def _draw(engine: Engine, model: nn.Module, init: Init | None, params: Sequence[
         ranks, _DOING, lambda: _run(engine, model, init, names, seed) if ranks.is_first else {}, ShardingError
     )
     for param in params:
-        tensor = drawn.pop(param.name, None)
+        tensor = drawn.pop(param.name, None)  # each is freed before the next one is sent
         if tensor is None:
             tensor = torch.empty(param.piece.shape, dtype=param.dtype, device=engine.streams.device)
         ranks.broadcast(tensor)
@@ -137,6 +137,7 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
     unsharded = {}
     for param in engine.params:
         where = device if param.name in empty else "meta"
+        # NaN shows what the initialisation leaves out.
         unsharded[param] = torch.full(param.piece.shape, math.nan, dtype=param.dtype, device=where)
     with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:
         try:

@@ -58,7 +58,7 @@ class Backward(Phase):
         over_replicas = engine.reductions.over_replicas
         leaves = over_replicas is not None and over_replicas.averages_grads
         self._leaves_to_replicas = is_local and leaves and not engine.plan.keeps_grads
-        self._schedule = Schedule([], engine.plan, reduce=True)
+        self._schedule = Schedule([], engine.plan, reduce=True)  # until a pass is entered
         self._closed: list[Graph] = []  # of passes that it has been through
         # Resident units that this rank has called several times, until backward comes to the first call. Their
         # reduction would be too early before. Other ranks may have called them only once.

@@ -66,6 +66,7 @@ class Ends:
             is_read: by code outside of its layers. A view of the weights may live on.
             is_inside: in a layer of a block.
         """
+        # What was used since the block before lies between blocks, or before the first.
         if unit.is_streamed:
             (self.elsewhere if self._has_block else self._early).update(self._so_far)
             self._so_far.clear()

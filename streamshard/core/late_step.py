@@ -151,7 +151,7 @@ class LateStep:
     def __init__(
         self, optimizer: Optimizer, params: Sequence[tuple[Unit, FlatParam, Param, int]], host: HostState
     ) -> None:
-        self._kind = type(optimizer)
+        self._kind = type(optimizer)  # the optimizer itself may go, and `HostState.moments` with it
         self._attributes = _copied({k: v for k, v in vars(optimizer).items() if k not in _REPLACED}, host.copy_of)
         self._options = [map_tensors({**group, "params": []}, host.copy_of) for group in optimizer.param_groups]
         # Kernels of such groups read counters on the device.
@@ -208,6 +208,7 @@ class LateStep:
     def _stand_in(self, groups: Mapping[int, list[nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Step plain parameters on the device, as an optimizer of the same class with the same options."""
         kind: Any = self._kind
+        # For each chunk: a step may change them in place.
         options = [map_tensors(each, torch.clone) for each in self._options]
         stand_in = object.__new__(kind)
         stand_in.__dict__ = {
@@ -295,7 +296,7 @@ class _Chunk:
         views = {kind: cut(buffer, self._places) for kind, buffer in moments.items()}
         states = []
         for number, part in enumerate(self._parts):
-            states.append(state := dict(part.entry.state))
+            states.append(state := dict(part.entry.state))  # the dict itself changes with the last part
             for key, value in state.items():
                 if is_moment(key, part.entry.param, value):
                     state[key] = views[key, value.dtype][number]

@@ -215,7 +215,7 @@ class UnitGrads:
                 self._renew()
                 self.move(GradState.EMPTY)
                 return
-            self.make_memory()
+            self.make_memory()  # a new `.grad` of the user's is copied there
             are_same = True
             for param, grad in zip(self.params, held, strict=True):
                 is_same = not param.was_given if grad is None else param.take_grad(grad)
