@@ -147,7 +147,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
             engine.host.begin(engine.units)
         for param in engine.params:
             for tensor in param.form.beside(param.sharded).values():
-                ranks.broadcast(tensor)
+                ranks.broadcast(tensor)  # rank 0's, as the weights beside them
         _place_buffers(module, engine.streams.device)
         engine.buffers.start(module)
         if engine.streams.module is not None:

@@ -89,7 +89,7 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
         for param, full_param in full_params.items():
             exchange(param.sharded, full_param, param.form.part)
             be_piece(param.sharded, param.piece)
-            param.sharded.requires_grad_(full_param.requires_grad)
+            param.sharded.requires_grad_(full_param.requires_grad)  # as changed inside
         engine.is_summoned = False
 
 

@@ -82,6 +82,7 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
     Buffers that the initialisation does not fill stay empty, and the next forward names them.
     """
     empty = {name: buffer for name, buffer in model.named_buffers() if name in engine.empty}
+    # Together: the run below is a collective.
     if not any(engine.ranks.gather_objects("find empty buffers", bool(empty))):
         return
 

@@ -297,7 +297,7 @@ class Engine:
     def set_synced(self, is_synced: bool) -> None:
         """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
         self.is_synced = is_synced
-        if is_synced:
+        if is_synced:  # weights may change before the next stretch
             self.are_weights_current = False
 
     def expire_weights(self) -> None:

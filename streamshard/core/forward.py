@@ -163,7 +163,7 @@ class Forward(Phase):
         try:
             unit.end_use()
         finally:
-            if unit not in self._running:
+            if unit not in self._running:  # a layer of the unit may have run inside another one
                 unit.release()
 
     def read(self, unit: Unit, name: str = "") -> None:
@@ -261,9 +261,10 @@ class Forward(Phase):
         engine = self._engine
         engine.phase = None
         engine.streams.observe(StepPart.FORWARD, ROOT_UNIT, begins=False)
-        refused: ShardingError | None = None
+        refused: ShardingError | None = None  # raised last: the rest of the program comes first, for other ranks
         if error is None:
             try:
+                # Other units' uses ended with their layers.
                 for unit in map(engine.units.__getitem__, sorted({ROOT_UNIT, *self.graph.versions})):
                     if unit.is_bound or not unit.is_streamed:
                         unit.end_use()

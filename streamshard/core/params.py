@@ -389,7 +389,7 @@ class FlatParam:
         if self.layout.is_whole:  # a storage of its own, or accelerate and safetensors take parameters for tied
             main_weights = from_dlpack(main_weights)
         places = (local.start, local.stop, tuple(main_weights.shape))
-        form, ranks = form_of(param), self.ranks
+        form, ranks = form_of(param), self.ranks  # before `Param` takes the form away
         facts = layout.name, form.shape(param), *places, ranks, self.layout, layout, self._ledger_of
         counts = ranks.counts_parts if form.box else ranks.counts_copies
         piece = Piece(*facts, trains=self.kind.trains, is_on_host=self.is_on_host, box=form.box, counts=counts)

@@ -222,7 +222,7 @@ class Reductions:
             reduced.wait()  # rule 7
         with self.ranks.streams.on_device_stream(self._stream), contextlib.ExitStack() as stack:
             for ranks in {self.ranks, *(flat.ranks for flat in unit.trained)}:
-                stack.enter_context(ranks.in_hook())
+                stack.enter_context(ranks.in_hook())  # ranks call hooks in orders of their own: a collective raises
             call_hooks(unit.grads.give_early(), self.progress)
         unit.grads.drop_early()
 

@@ -147,6 +147,7 @@ class Unit:
                 if param.has_room:
                     self.grads.params.append(param)
         self._sharded = [param.sharded for param in self.params]
+        # So `FlatParam.make_unsharded` has made them.
         self._trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
             self.weight_slot.move(WeightState.ARRIVING, self.index)

@@ -153,12 +153,14 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
 def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:
     piece = first.piece
     with AsTensors():
+        # On one rank torch computes. But norms have the bits of many ranks, and a scaler's check asks replicas.
         if not piece.is_whole or answer in (_norm, _foreach_norm, _check_finite, _detach_in_place):
             return answer(func, first, full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor) or result is first:
             return result
         is_same = result.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        # A view of a gradient ends with it, and one of host memory needs `settle`: both stay guarded.
         is_on_grad = first.life is not None and result.shape == first.shape
         return ShardedTensor.wrap(result, piece, first.life) if is_same and (piece.is_on_host or is_on_grad) else result
 

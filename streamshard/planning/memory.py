@@ -222,7 +222,7 @@ def plan_host(layouts: Sequence[UnitLayout], device_bytes: int) -> list[bool]:
             kind = flat.kind
             per_element = kind.main_dtype.itemsize + 12 * kind.trains  # an fp32 gradient and two moments
             device_bytes -= flat.layout.shard_numel * per_element
-        on_host.append(device_bytes < 0)
+        on_host.append(device_bytes < 0)  # and so are all units behind it: the first ones stay
     return on_host
 
 

@@ -142,7 +142,7 @@ class Schedule:
         if visit is None:
             if not self.is_out_of_order(unit):
                 return []
-            ops = self.advance_to(self.following)
+            ops = self.advance_to(self.following)  # the visit under way is over
             self.log.append(unit)
         else:
             ops = self.advance_to(visit)
