@@ -267,6 +267,7 @@ def mark_experts(module: nn.Module, found: Sequence[FoundUnit], shard: Sequence[
 
 def lower_model(module: nn.Module, found: Sequence[FoundUnit], in_fp32: InFp32) -> tuple[list[FoundUnit], InFp32]:
     """Put plain Parameters in the place of DTensors, also into `found` and `in_fp32`. See `streamshard.forms.lower`."""
+    # Once for each: a tied one stays tied.
     lowered = {param: lower(name, param) for name, param in params_of(module).items()}
     for owner in modules_inside(module):
         for key, param in owner._parameters.items():

@@ -174,6 +174,7 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
     if callable(own) and takes(own):
         own()
         return
+    # A constructor calls these, and may do more before and after.
     method = "init_weights" if callable(own) else "_init_weights"
     if draws and callable(getattr(module, method, None)):
         what = f"{name or 'the model'!r} ({type(module).__name__}) has a method {method} that takes arguments"

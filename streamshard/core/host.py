@@ -169,7 +169,7 @@ class HostState:
 
     def fetch(self, unit: Unit) -> None:
         """See `Home.fetch`: into the unit's slot, stepped if a step is late."""
-        if unit.versions_cast != unit.versions():
+        if unit.versions_cast != unit.versions():  # a cast moves 6 bytes of host memory per parameter
             self._cast(unit)
         slot = unit.weight_slot
         slot.released.wait(StreamName.FETCH)  # rule 2

@@ -149,7 +149,7 @@ class Param:
 
         Inside `AsTensors`.
         """
-        if self.given is None:
+        if self.given is None:  # kept over steps: to make and free it takes a quarter of a layer's host time
             self.given = ShardedTensor.wrap(self.main_grad, self._grad_piece, life)
         if (own := get_grad(self.sharded)) is not None:
             self.piece.settle()

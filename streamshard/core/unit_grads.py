@@ -112,7 +112,7 @@ class UnitGrads:
         with AsTensors():
             if any(map(_is_there, map(get_grad, map(_sharded_of, self.params)))):
                 return
-        is_shared = not self._renew()
+        is_shared = not self._renew()  # before the memory goes: others may hold it
         self._has_memory = False
         for grads in map(_main_grads_of, self._dropping):
             if is_shared:  # leave the memory to others

@@ -264,6 +264,7 @@ def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     """This rank's elements of the random numbers that the full tensor would get. Takes memory for the full tensor."""
     given = {key: value for key, value in kwargs.items() if value is not tensor}
     full = torch.empty(tensor.piece.full.shape, dtype=tensor.dtype, device=tensor.device)
+    # Drawn whole: ranks with one seed would give different elements the same numbers.
     values = tensor.piece.cut(func(full, *args[1:], **given))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_init(func)):
         return tensor.copy_(values)

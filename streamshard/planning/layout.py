@@ -207,7 +207,7 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
     compute = precision.param_dtype or dtype
     wire = precision.wire_dtype or compute
     if in_fp32 or compute is fp32:
-        # What computes in fp32 beside another dtype is sent so too: `wire_dtype` would round it.
+        # What is kept in fp32 is sent in fp32 too: users have a reason, such as an overflow.
         return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, precision.fp32_reduction_mode)
     main = fp32 if trains else dtype
     return FlatParamKind(trains, compute, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
