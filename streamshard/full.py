@@ -172,7 +172,7 @@ def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], fail
         doing = "write back what changed inside summon_full_params"
         gathered = ranks.gather_results(doing, sums, ShardingError, with_replicas=with_replicas)
     except StreamShardError:
-        raise_if(failure)
+        raise_if(failure)  # its own class, not the report to all ranks
         raise
     for param, *found in zip(edited, *gathered, strict=True):
         if len(set(found)) > 1:

@@ -160,7 +160,7 @@ class LateStep:
         self.changed: dict[Unit, list[Param]] = defaultdict(list)
         by_flat: dict[tuple[int, int], list[_Entry]] = defaultdict(list)  # by unit and tag
         for unit, flat, param, group in params:
-            self.changed[unit].append(param)
+            self.changed[unit].append(param)  # without elements here too: versions change on all ranks
             if param.local.numel:
                 self.makes_state = self.makes_state or param.sharded not in optimizer.state
                 state = optimizer.state.setdefault(param.sharded, {})
@@ -168,7 +168,7 @@ class LateStep:
                 by_flat[unit.index, flat.tag].append(_Entry(flat, param, group, attributes, state, counts_there[group]))
         moments: dict[int, _Moments] = host.moments.setdefault(optimizer, defaultdict(_Moments))
         for (_, tag), entries in by_flat.items():
-            entries.sort(key=operator.attrgetter("start"))
+            entries.sort(key=operator.attrgetter("start"))  # chunks are ranges of the shard
             moments[tag].take(entries, host)
         self._entries: dict[int, list[tuple[_Moments, list[_Entry]]]] = defaultdict(list)  # by unit
         for index, tag in sorted(by_flat):  # behind `take`, which may apply factors

@@ -108,6 +108,7 @@ class _Absent(_Guarded):
             if isinstance(value, _Absent):
                 guard = value.guard_of()
                 untraced(guard.ask, guard.names[value.place])
+        # The weight has another class now, so its attributes are looked up anew.
         if called == "__get__":
             return getattr(args[0], name)
         return setattr(args[0], name, args[1]) if called == "__set__" else func(*args, **kwargs)
