@@ -147,7 +147,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
             engine.host.begin(engine.units)
         for param in engine.params:
             for tensor in param.form.beside(param.sharded).values():
-                ranks.broadcast(tensor)
+                ranks.broadcast(tensor)  # rank 0's, as the weights beside them
         _place_buffers(module, engine.streams.device)
         engine.buffers.start(module)
         if engine.streams.module is not None:
@@ -159,6 +159,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)
     watch_optimizers()
+    # Nobody gives them values.
     without_elements = {param.name for param in engine.params if not param.piece.full.numel()}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
@@ -217,6 +218,7 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     buffers = BufferSync(ranks)
     engine = Engine(units, plan, reason, ranks, ledger, buffers, settings.precision, reductions, host, outer)
     ends = {index: unit.modules[0] for index, unit in enumerate(found) if unit.may_join}
+    # `FlatParam.move_weights` moves no wire buffer.
     if ends and not plan.keeps_weights and not any(layout.flat_params[-1].wire.stop for layout in layouts):
         tables = [index for index, module in ends.items() if isinstance(module, nn.Embedding)]
         engine.ends = Ends(ends, tables, units, ledger)
@@ -406,6 +408,7 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked)
     doing = "compare models and settings"
     if ranks.are_equal(doing, "\n".join(rows)):
         return
+    # Only for the error: rows of a large model are long.
     gathered = ranks.gather_objects(doing, rows)
     for rank, theirs in enumerate(gathered):
         pairs = zip(gathered[0] + ["no more"], theirs + ["no more"], strict=False)

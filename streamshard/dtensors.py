@@ -78,10 +78,10 @@ def groups_with_dtensors(who: Groups | None, module: nn.Module, check: Callable[
         check()
         axes = axes_of(module, None if who is None else _ranks_of(who.shard))
     except Exception as raised:
-        error = raised
+        error = raised  # told to the ranks that wait below
     base = dist.group.WORLD if who is None else who.all_ranks
     told: list[Axes] = [] if base is None else refuse_together(base, error, axes)
-    raise_if(error)
+    raise_if(error)  # if there were no ranks to tell
     if base is not None:
         _refuse_different_models(_ranks_of(base), told)
     if axes.across is not None:
@@ -152,7 +152,7 @@ def axes_of(module: nn.Module, shard: Sequence[int] | None) -> Axes:
                 "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
             )
         axis = Axis.of(form)
-        others = names[axis.is_inside(shard or ())]
+        others = names[axis.is_inside(shard or ())]  # one mesh across, one inside
         for other in others.keys() - {axis}:
             raise ShardingError(f"{others[other]!r} and {name!r} are DTensors on different meshes: wanted one mesh")
         others.setdefault(axis, name)
@@ -177,7 +177,7 @@ def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis
         sorted({each for rank in _ranks_of(group) for each in beside[rank].ranks})
         for group in (who.shard, who.all_ranks)
     )
-    if len(everyone) != who.all_ranks.size() * len(axis.ranks):
+    if len(everyone) != who.all_ranks.size() * len(axis.ranks):  # ranks of one axis would be counted twice
         _refuse_to_divide(who, axis)
     parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model, everyone), who.all_ranks, axis=axis.ranks[0])
     return who._replace(all_ranks=group_of_ranks(everyone, everyone, parts.model), tensor_parallel=parts)
@@ -199,7 +199,7 @@ def _with_experts(who: Groups, axis: Axis) -> Groups:
     own = [rank for rank in same if rank in _ranks_of(cut_by)]
     if len(own) * len(axis.ranks) != cut_by.size() or not set(axis.ranks).issubset(_ranks_of(model)):
         _refuse_to_divide(who, axis)
-    counts = across is None or not has_copies or across.number == 0
+    counts = across is None or not has_copies or across.number == 0  # of copies the first one
     everyone = _ranks_of(who.all_ranks)
     shard = group_of_ranks(own, everyone)
     parts = Parts(len(axis.ranks), axis.number, model, group_of_ranks(same, everyone, shard), counts)
@@ -267,6 +267,7 @@ def mark_experts(module: nn.Module, found: Sequence[FoundUnit], shard: Sequence[
 
 def lower_model(module: nn.Module, found: Sequence[FoundUnit], in_fp32: InFp32) -> tuple[list[FoundUnit], InFp32]:
     """Put plain Parameters in the place of DTensors, also into `found` and `in_fp32`. See `streamshard.forms.lower`."""
+    # Once for each: a tied one stays tied.
     lowered = {param: lower(name, param) for name, param in params_of(module).items()}
     for owner in modules_inside(module):
         for key, param in owner._parameters.items():

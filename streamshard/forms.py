@@ -166,6 +166,7 @@ class TorchaoForm(IntegerForm):
         names, self._context = param.__tensor_flatten__()
         self._parts: dict[str, torch.Tensor] = {name: getattr(param, name) for name in names}
         self._kind, self._size, self._stride, self._dtype = type(param), param.shape, param.stride(), param.dtype
+        # The others are small: scales, which stay whole.
         self.part = self.inner = max(names, key=lambda name: self._parts[name].nbytes)
         are_plain = all(type(each) is torch.Tensor and each.is_contiguous() for each in self._parts.values())
         self.can_be_cut = are_plain and self.part in vars(param)
@@ -319,10 +320,11 @@ def lower(name: str, param: nn.Parameter) -> nn.Parameter:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # the first pass refuses the former
         setattr(plain, hooks, getattr(param, hooks))
     plain.__dict__.update({**vars(param), _FORM: form})
-    plain.__dict__.pop("_is_param")
+    plain.__dict__.pop("_is_param")  # torch's mark of Parameters of other classes
     old: Any = param
     old.lowered, old.successor = name, plain
     old._local_tensor = torch.empty(0)  # an optimizer or a list may keep the DTensor
+    # Code that has kept it would train nothing.
     old.__class__ = type("DTensor", (_Lowered, form.kind), {"__slots__": ()})
     return plain
 

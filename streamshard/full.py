@@ -46,6 +46,7 @@ def gather_full(
         params = [param for param in flat_param.params if wanted is None or param.sharded in wanted]
         if not params:
             continue
+        # A copy: `Param.main` settles what lies in host memory, and finds data that the user has moved.
         gathered = own = torch.zeros_like(flat_param.main, device=engine.streams.device)
         for param in params:
             own.narrow(0, param.local.shard_offset, param.local.numel).copy_(param.main)
@@ -88,7 +89,7 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
         for param, full_param in full_params.items():
             exchange(param.sharded, full_param, param.form.part)
             be_piece(param.sharded, param.piece)
-            param.sharded.requires_grad_(full_param.requires_grad)
+            param.sharded.requires_grad_(full_param.requires_grad)  # as changed inside
         engine.is_summoned = False
 
 
@@ -112,7 +113,7 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
                 yield
                 edited = _edited(engine, full, before)
             except Exception as error:
-                failure = error
+                failure = error  # raised when the pieces are back, on all ranks
         if writeback:
             _refuse_different(engine, edited, failure)
         raise_if(failure)
@@ -171,7 +172,7 @@ def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], fail
         doing = "write back what changed inside summon_full_params"
         gathered = ranks.gather_results(doing, sums, ShardingError, with_replicas=with_replicas)
     except StreamShardError:
-        raise_if(failure)
+        raise_if(failure)  # its own class, not the report to all ranks
         raise
     for param, *found in zip(edited, *gathered, strict=True):
         if len(set(found)) > 1:

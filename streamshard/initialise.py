@@ -82,6 +82,7 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
     Buffers that the initialisation does not fill stay empty, and the next forward names them.
     """
     empty = {name: buffer for name, buffer in model.named_buffers() if name in engine.empty}
+    # Together: the run below is a collective.
     if not any(engine.ranks.gather_objects("find empty buffers", bool(empty))):
         return
 
@@ -109,7 +110,7 @@ def _draw(engine: Engine, model: nn.Module, init: Init | None, params: Sequence[
         ranks, _DOING, lambda: _run(engine, model, init, names, seed) if ranks.is_first else {}, ShardingError
     )
     for param in params:
-        tensor = drawn.pop(param.name, None)
+        tensor = drawn.pop(param.name, None)  # each is freed before the next one is sent
         if tensor is None:
             tensor = torch.empty(param.piece.shape, dtype=param.dtype, device=engine.streams.device)
         ranks.broadcast(tensor)
@@ -137,6 +138,7 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
     unsharded = {}
     for param in engine.params:
         where = device if param.name in empty else "meta"
+        # NaN shows what the initialisation leaves out.
         unsharded[param] = torch.full(param.piece.shape, math.nan, dtype=param.dtype, device=where)
     with torch.no_grad(), _seeded(device, seed), _keeping(model, empty), under_params(engine, unsharded) as full:
         try:
@@ -172,6 +174,7 @@ def _initialise(module: nn.Module, name: str, empty: Collection[str], *, draws: 
     if callable(own) and takes(own):
         own()
         return
+    # A constructor calls these, and may do more before and after.
     method = "init_weights" if callable(own) else "_init_weights"
     if draws and callable(getattr(module, method, None)):
         what = f"{name or 'the model'!r} ({type(module).__name__}) has a method {method} that takes arguments"

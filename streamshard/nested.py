@@ -120,7 +120,7 @@ def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
     Each element counts by its position, so the same elements in another order have another sum.
     """
     sums = [_sum_of_bits(tensor.detach()) for tensor in tensors]
-    return [] if not sums else torch.stack(sums).tolist()
+    return [] if not sums else torch.stack(sums).tolist()  # one copy to the host, not one for each
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

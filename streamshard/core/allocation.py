@@ -56,6 +56,7 @@ def allocate_units(
             if reduces_at_once:
                 flat.reduce_ranks = ranks
         take(layout, flat_params[-1])
+    # With outer shards the slot's range is larger than this rank's main grads.
     keeps_slot = plan.keeps_grads and gather_ranks is None
     grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots, keeps_main_grads)
     units = []
@@ -68,6 +69,7 @@ def allocate_units(
         units.append(
             Unit(index, *given, is_streamed=plan.is_streamed[index], home=homes[index], gather_ranks=gather_ranks)
         )
+    # Not before: torch makes no view of a buffer without memory.
     for grad_slot in grad_slots.values():
         grad_slot.scratch.drop()
     return units
@@ -99,6 +101,7 @@ def _grad_slots(
     keeps_memory: bool,
 ) -> tuple[dict[int, GradSlot], list[list[range]]]:
     """By number, the slots of gradients, in weight slots or buffers of their own; each flat parameter's scratch."""
+    # Reductions of larger units go through the scratch in parts: it need not be as large as a head.
     streamed = [layout.weight_bytes for layout, each in zip(layouts, plan.is_streamed, strict=True) if each]
     limit = max(streamed, default=max(layout.weight_bytes for layout in layouts))
 
@@ -136,8 +139,9 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
         unit.weight_slot.shard_read.complete()
         unit.grads.slot.drained.complete()
     for unit in joined:
+        # If gradients have slots of their own, the unit keeps it.
         unit.use_slots(kept, grads.get(kept, unit.grads.slot))
         if unit.index in plan.ends:
             unit.take_turns()
-    kept.is_shared = True
+    kept.is_shared = True  # it may have been an end's own
     ledger.free([slot.buffer for slot in slots if slot is not kept])

@@ -74,13 +74,14 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if module._parameters:
             module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     tied = _tied_heads(root, engine, engine_of)
-    members = Members(root)
+    members = Members(root)  # behind the new `_parameters`, in which it looks for changes
     engine.members_of = weakref.ref(members)
     engine.progress.begin({param: shard.name for param, shard in shards.items()})
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module)
     for module in list(modules_inside(root)):
+        # Inside a layer, whose own call puts the unit in place.
         if module in owner and module not in layers and module is not root:
             continue
         inside = list(modules_inside(module))
@@ -89,7 +90,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             dtype = _input_dtype(module, engine.precision, in_fp32)
             computing = inside if module in layers else [module]
             looks_up = any(isinstance(each, nn.Embedding) for each in computing)
-            may_save = type(module) is not nn.Embedding
+            may_save = type(module) is not nn.Embedding  # a subclass may do more than look up
             handle = Handle(engine, layers.get(module), units, dtype, None, looks_up, may_save, tied.get(module))
             if module is root:
                 output_dtype = engine.precision.output_dtype
@@ -113,6 +114,7 @@ def _tied_heads(root: nn.Module, engine: Engine, engine_of: Callable[[], Engine 
         if not has_place or not heads or len(heads) == len(users[param.sharded]):
             continue
         full, room = param.unsharded, param.in_slot
+        # Elsewhere in the slot lie other weights, which the rest of the backward may need.
         if (full.data_ptr(), full.dtype) == (room.data_ptr(), room.dtype) and full.requires_grad:
             head = TiedHead(unit, place, users[param.sharded][heads[0]])
             register_tied_hook(engine_of, len(engine.tied), head.alias)

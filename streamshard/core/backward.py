@@ -58,7 +58,7 @@ class Backward(Phase):
         over_replicas = engine.reductions.over_replicas
         leaves = over_replicas is not None and over_replicas.averages_grads
         self._leaves_to_replicas = is_local and leaves and not engine.plan.keeps_grads
-        self._schedule = Schedule([], engine.plan, reduce=True)
+        self._schedule = Schedule([], engine.plan, reduce=True)  # until a pass is entered
         self._closed: list[Graph] = []  # of passes that it has been through
         # Resident units that this rank has called several times, until backward comes to the first call. Their
         # reduction would be too early before. Other ranks may have called them only once.
@@ -104,7 +104,7 @@ class Backward(Phase):
 
     def enter(self, graph: Graph) -> None:
         """Backward has come to the pass of `graph`: the program is the forward's visits, reversed."""
-        if graph is self.graph or graph in self._closed:
+        if graph is self.graph or graph in self._closed:  # one pass may have many outputs and layers
             return
         engine = self._engine
         if self.graph is not None:
@@ -151,7 +151,7 @@ class Backward(Phase):
 
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
-        if self._computing is unit:
+        if self._computing is unit:  # layers of a unit share a visit
             return
         visit = self._schedule.find(unit.index)
         if visit is None:  # outside of the program, or needed again after its visit

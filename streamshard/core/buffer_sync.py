@@ -44,7 +44,7 @@ class BufferSync:
     def __init__(self, ranks: Communicator) -> None:
         self._ranks = ranks
         self._state: dict[str, _Place] = {}
-        self._is_due = True
+        self._is_due = True  # as under DDP, the first forward broadcasts too
         self.are_sent = False
 
     def start(self, root: nn.Module) -> None:
@@ -53,6 +53,7 @@ class BufferSync:
             path, _, key = name.rpartition(".")
             owner = root.get_submodule(path)
             if key not in owner._non_persistent_buffers_set:
+                # The place, not the tensor: a forward may assign another. Weak: the model owns this object.
                 self._state[name] = _Place(weakref.ref(owner), key, buffer.shape, buffer.dtype)
         self.are_sent = self._ranks.total_size > 1 and bool(self._state)
         if self._ranks.total_size > 1:
@@ -106,10 +107,11 @@ class BufferSync:
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in buffers:
             if buffer.numel():
+                # A DTensor here has a copy on each rank, see `check_buffers`: its local tensor is all of it.
                 by_dtype.setdefault(buffer.dtype, []).append(form_of(buffer).memory(buffer.data))
         for alike in by_dtype.values():
             message = torch.cat([buffer.reshape(-1) for buffer in alike])
-            self._ranks.broadcast(message.view(torch.uint8), source)
+            self._ranks.broadcast(message.view(torch.uint8), source)  # NCCL and gloo send only some dtypes
             if self._ranks.total_rank != source:
                 parts = message.split([buffer.numel() for buffer in alike])
                 torch._foreach_copy_(alike, [part.view(to.shape) for part, to in zip(parts, alike, strict=True)])
@@ -127,6 +129,7 @@ def check_buffers(root: nn.Module) -> None:
             continue
         is_dense = buffer.layout is torch.strided and not buffer.is_quantized
         is_dense = is_dense and not is_traceable_wrapper_subclass(buffer)
+        # Torch refuses to write to expanded memory.
         if not is_dense or any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)):
             kind = f"{type(buffer).__name__}, {buffer.dtype}, {buffer.layout}" if not is_dense else "expanded"
             raise ShardingError(

@@ -24,12 +24,14 @@ def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float
     refuse_unreduced(params, "clip_grad_norm_")
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
     host = engine.host
+    # A rank without elements takes part too: the norm is a collective.
     norms: Sequence[torch.Tensor] = [torch.zeros((), dtype=torch.float64, device=engine.streams.device)]
+    # Copies on several ranks count once; all of them are multiplied.
     if counted := [param for param in filled if (piece := piece_of(param)) is None or piece.counts]:
         grads = [*map(grad_of, counted)]
         norms = local_norms(grads, order) if host is None else host.grads.norms(counted, order)
     total = global_norm(torch.linalg.vector_norm(torch.stack(list(norms)), order), order, engine.ranks)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch's own function
     if filled and host is not None:
         host.grads.multiply(filled, factor)
     elif filled:

@@ -67,6 +67,7 @@ def call_pass(
 ) -> Any:
     """Call a module around units, or with parameters of the root unit. The outermost call is the forward pass."""
     engine, phase, micro_batch = handle.engine, handle.engine.phase, handle.engine.micro_batch
+    # With `accumulate` the pass has begun before the call of the model.
     if phase is not None and phase.is_current and (micro_batch is None or micro_batch.is_inside):
         if handle.tied is None:
             output = call(*args, **kwargs)
@@ -119,7 +120,7 @@ def call_unit(
     engine, unit, micro_batch = handle.engine, handle.unit, handle.engine.micro_batch
     assert unit is not None
     if micro_batch is not None:
-        untraced(micro_batch.pause, unit)
+        untraced(micro_batch.pause, unit)  # first: torch's state and the pass change meanwhile
     phase = engine.phase  # another one after the pause
     if phase is None or not phase.is_current:  # called by itself, outside of the model's forward
         return call_pass(handle, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)
@@ -138,6 +139,7 @@ def call_unit(
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
         may_save = handle.may_save_weights and unit.index in engine.plan.weightless
+        # Else weights stay in place, or version counters guard those that autograd saves.
         if unit.weight_slot.is_shared and (outer is not None or may_save):
             need = functools.partial(need_weights, engine)
             with holding_back_weights(use, need, *(outer or (keep, kept))):

@@ -66,6 +66,7 @@ class Ends:
             is_read: by code outside of its layers. A view of the weights may live on.
             is_inside: in a layer of a block.
         """
+        # What was used since the block before lies between blocks, or before the first.
         if unit.is_streamed:
             (self.elsewhere if self._has_block else self._early).update(self._so_far)
             self._so_far.clear()
@@ -100,12 +101,12 @@ class Ends:
             The plan in which embedding and head take turns with the blocks; None while, or because, they do not.
         """
         self._attempts += 1
-        has_grads = any(unit.grads.slot.content is not None for unit in self._units)
+        has_grads = any(unit.grads.slot.content is not None for unit in self._units)  # slots with gradients cannot move
         is_ready = not has_grads and all(ref() is None for ref in self._waiting)
         seen = self._early, self._late, self.elsewhere, self.saved
         votes: list[Any] = ranks.gather_objects("decide which units share a slot", seen if is_ready else None)
         self.is_decided = None not in votes or self._attempts == _ATTEMPTS
-        if None in votes:
+        if None in votes:  # another rank's graph may need the slots as they are
             return None
         early, late, elsewhere, saved = (set[int]().union(*each) for each in zip(*votes, strict=True))
         elsewhere |= early & late

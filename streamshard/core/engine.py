@@ -297,7 +297,7 @@ class Engine:
     def set_synced(self, is_synced: bool) -> None:
         """Leave (True) or enter (False) a stretch of passes between which weights do not change."""
         self.is_synced = is_synced
-        if is_synced:
+        if is_synced:  # weights may change before the next stretch
             self.are_weights_current = False
 
     def expire_weights(self) -> None:
@@ -312,6 +312,7 @@ class Engine:
     def expire_slots(self) -> Collection[bool]:
         """A pass begins: slots keep only weights that have not changed. Returns the kinds of weights that may have."""
         changed: Collection[bool] = _ALL_KINDS
+        # All others gather all weights in each pass, whatever has changed.
         if self.host is not None or self.outer is not None or not self.is_synced:
             changed = self._changes.find()
         # Of one rank, versions do not count writes through ``.data``.
@@ -334,6 +335,7 @@ class Engine:
         slot = unit.weight_slot
         if slot.content == unit.index:
             return
+        # Its modules must not compute with the weights of another unit.
         if slot.content is not None and (holder := self.units[slot.content]).is_bound:
             holder.release()
         with unit.gathering:

@@ -33,14 +33,15 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
         CommunicationError: the process group has been destroyed.
     """
     if engine.phase is not None:
-        engine.phase.recover()
+        engine.phase.recover()  # of a failed backward; one that runs in another thread is refused next
     _refuse_pass(engine)
     if is_profiled() or engine.profiler.is_on:
         engine.profiler.look()
     if engine.inputs is not None:
-        engine.inputs.before_pass()
+        engine.inputs.before_pass()  # before any collective: ranks without inputs have to join them
     if engine.ends is not None:
         engine.watch_ends(engine.ends)
+    # In the first passes only: the hosts wait for each other.
     if engine.ranks.n_parts > 1 and is_whole_model and torch.is_grad_enabled() and not engine.order.is_settled:
         refuse_other_inputs(engine.ranks, inputs)
     if is_whole_model and engine.buffers.are_sent:
@@ -162,7 +163,7 @@ class Forward(Phase):
         try:
             unit.end_use()
         finally:
-            if unit not in self._running:
+            if unit not in self._running:  # a layer of the unit may have run inside another one
                 unit.release()
 
     def read(self, unit: Unit, name: str = "") -> None:
@@ -203,7 +204,7 @@ class Forward(Phase):
         schedule = self._schedule
         if self._learns and schedule.is_out_of_order(unit.index):
             self._engine.issue(schedule.advance_to())
-            while self._gather_on_request(unit.index) != unit.index:
+            while self._gather_on_request(unit.index) != unit.index:  # other ranks' requests may come first
                 pass
         self._engine.issue(schedule.reach(unit.index))
         self._engine.all_gather(unit)  # unless it is in its slot
@@ -220,6 +221,7 @@ class Forward(Phase):
         """
         engine = self._engine
         everywhere = engine.ranks.gather_objects("all-gather a unit out of order", wanted)
+        # The same on all ranks.
         chosen: int | None = min((unit for unit in everywhere if unit is not None), default=None)
         if chosen is None:
             return None
@@ -259,9 +261,10 @@ class Forward(Phase):
         engine = self._engine
         engine.phase = None
         engine.streams.observe(StepPart.FORWARD, ROOT_UNIT, begins=False)
-        refused: ShardingError | None = None
+        refused: ShardingError | None = None  # raised last: the rest of the program comes first, for other ranks
         if error is None:
             try:
+                # Other units' uses ended with their layers.
                 for unit in map(engine.units.__getitem__, sorted({ROOT_UNIT, *self.graph.versions})):
                     if unit.is_bound or not unit.is_streamed:
                         unit.end_use()
@@ -284,7 +287,7 @@ class Forward(Phase):
         if self._learns:
             engine.order.learn(self._schedule, engine.ranks.gather_objects, has_failed=error is not None)
         if engine.host is not None:
-            engine.host.raise_failure()
+            engine.host.raise_failure()  # not before: other ranks wait in the exchanges above
         if refused is not None:
             raise refused
         if error is not None or not torch.is_grad_enabled():

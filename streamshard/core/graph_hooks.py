@@ -72,7 +72,7 @@ def _lookups_in(output: Any) -> Iterator[Any]:
         if node is None or len(seen) > _NODES:
             continue
         if node.name() == "EmbeddingBackward0":
-            if not node._saved_sparse and not node._saved_scale_grad_by_freq:
+            if not node._saved_sparse and not node._saved_scale_grad_by_freq:  # `write_lookups` makes neither
                 yield node
             continue
         for following, _ in node.next_functions:
@@ -224,6 +224,7 @@ def _on_gradient(engine_of: Callable[[], Engine | None], index: int, place: int,
     if (engine := engine_of()) is None:
         return
     param = engine.units[index].params[place]
+    # Hardly more than once per backward: each gradient comes here, and costs host time.
     if not param.has_room or not engine.reductions.is_open or torch.is_grad_enabled():
         untraced(_accept_gradient, engine, param, view)
     engine.reductions.note(index)
@@ -263,6 +264,6 @@ def refuse_without_room(param: Param) -> None:
 
 def run_empty_backward(engine: Engine, graph: Graph) -> None:
     """Run a backward through `graph` without any gradient: all its collectives, with zeros."""
-    loss = torch.zeros((), requires_grad=True) * 1.0
+    loss = torch.zeros((), requires_grad=True) * 1.0  # a node, for the prehook
     watch_nodes(loss, 0, 0, (), engine, graph)
     loss.backward()

@@ -169,7 +169,7 @@ class HostState:
 
     def fetch(self, unit: Unit) -> None:
         """See `Home.fetch`: into the unit's slot, stepped if a step is late."""
-        if unit.versions_cast != unit.versions():
+        if unit.versions_cast != unit.versions():  # a cast moves 6 bytes of host memory per parameter
             self._cast(unit)
         slot = unit.weight_slot
         slot.released.wait(StreamName.FETCH)  # rule 2
@@ -181,6 +181,7 @@ class HostState:
         pairs = [
             (flat.gather.shard, flat.host_input)
             for flat in unit.flat_params
+            # The others' steps fill the slot.
             if not stepped.issuperset(param for param in flat.params if param.local.numel)
         ]
         self.copy(StreamName.FETCH, pairs)

@@ -151,7 +151,7 @@ class LateStep:
     def __init__(
         self, optimizer: Optimizer, params: Sequence[tuple[Unit, FlatParam, Param, int]], host: HostState
     ) -> None:
-        self._kind = type(optimizer)
+        self._kind = type(optimizer)  # the optimizer itself may go, and `HostState.moments` with it
         self._attributes = _copied({k: v for k, v in vars(optimizer).items() if k not in _REPLACED}, host.copy_of)
         self._options = [map_tensors({**group, "params": []}, host.copy_of) for group in optimizer.param_groups]
         # Kernels of such groups read counters on the device.
@@ -160,7 +160,7 @@ class LateStep:
         self.changed: dict[Unit, list[Param]] = defaultdict(list)
         by_flat: dict[tuple[int, int], list[_Entry]] = defaultdict(list)  # by unit and tag
         for unit, flat, param, group in params:
-            self.changed[unit].append(param)
+            self.changed[unit].append(param)  # without elements here too: versions change on all ranks
             if param.local.numel:
                 self.makes_state = self.makes_state or param.sharded not in optimizer.state
                 state = optimizer.state.setdefault(param.sharded, {})
@@ -168,7 +168,7 @@ class LateStep:
                 by_flat[unit.index, flat.tag].append(_Entry(flat, param, group, attributes, state, counts_there[group]))
         moments: dict[int, _Moments] = host.moments.setdefault(optimizer, defaultdict(_Moments))
         for (_, tag), entries in by_flat.items():
-            entries.sort(key=operator.attrgetter("start"))
+            entries.sort(key=operator.attrgetter("start"))  # chunks are ranges of the shard
             moments[tag].take(entries, host)
         self._entries: dict[int, list[tuple[_Moments, list[_Entry]]]] = defaultdict(list)  # by unit
         for index, tag in sorted(by_flat):  # behind `take`, which may apply factors
@@ -208,6 +208,7 @@ class LateStep:
     def _stand_in(self, groups: Mapping[int, list[nn.Parameter]], state: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Step plain parameters on the device, as an optimizer of the same class with the same options."""
         kind: Any = self._kind
+        # For each chunk: a step may change them in place.
         options = [map_tensors(each, torch.clone) for each in self._options]
         stand_in = object.__new__(kind)
         stand_in.__dict__ = {
@@ -295,7 +296,7 @@ class _Chunk:
         views = {kind: cut(buffer, self._places) for kind, buffer in moments.items()}
         states = []
         for number, part in enumerate(self._parts):
-            states.append(state := dict(part.entry.state))
+            states.append(state := dict(part.entry.state))  # the dict itself changes with the last part
             for key, value in state.items():
                 if is_moment(key, part.entry.param, value):
                     state[key] = views[key, value.dtype][number]

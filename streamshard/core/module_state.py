@@ -88,6 +88,7 @@ def not_a_layer(model: nn.Module) -> nn.Module:
     Raises:
         ShardingError: `model` is a module inside a sharded model.
     """
+    # Of a model that is not sharded, the caller's `engine_at_rest` says so.
     if isinstance(model, ShardedModule) and ((handle := handle_of(model)) is None or not handle.is_root):
         raise ShardingError(f"{type(model).__name__} is inside a sharded model: give the whole model")
     return model
@@ -99,7 +100,7 @@ def refuse_in_pass(engine: Engine, what: str) -> None:
     Raises:
         ShardingError: a forward or backward is under way.
     """
-    engine.recover()
+    engine.recover()  # a failed backward stays the engine's phase until someone asks
     if engine.phase is not None:
         raise ShardingError(
             f"{what} inside a forward or backward, or in a thread beside one, while layers hold all-gathered weights, "

@@ -51,7 +51,7 @@ class OuterShards(OverReplicas):
         self.is_in_order = is_in_order
         streams, size = ranks.streams, ranks.world_size
         trained = [[flat.layout.shard_numel for flat in unit.flat_params if flat.kind.trains] for unit in layouts]
-        most = 0 if is_in_order else max(map(sum, trained))
+        most = 0 if is_in_order else max(map(sum, trained))  # in rank order gradients need no stop between
         self._staging = [ledger.allocate(Category.STAGING, size * most, torch.float32) for _ in range(2)]
 
         def scratch_numel(numel: int) -> int:

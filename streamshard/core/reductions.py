@@ -167,7 +167,7 @@ class Reductions:
         self._hooked.clear()
         if self.over_replicas is not None:
             self.over_replicas.begin(is_synced=is_synced)
-        elif reduces:
+        elif reduces:  # with replicas averages come later, and hooks run at the end
             for unit in filter(has_hooks, self._units):
                 if unit.grads.may_give_early:
                     self._hooked.add(unit.index)
@@ -176,7 +176,7 @@ class Reductions:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
         self.made.add(unit)
         if self._stream is None:
-            self._gather_ranks.transport.progress()
+            self._gather_ranks.transport.progress()  # adds up what all ranks have written: no rank waits for it then
         elif self._stream != (stream := self.ranks.streams.device_stream(StreamName.COMPUTE)):
             # Of a layer on a stream of its own, as shared experts: the backward's waits for it only at the end.
             self._others.setdefault(unit, set()).add(stream)
@@ -213,6 +213,7 @@ class Reductions:
             self._under_way += works
         if self.over_replicas is not None:
             self.over_replicas.add(unit, works)
+        # Only now: behind the next reduction this wait takes no time.
         if before is not None and self.is_open:
             self._give_early(*before)
 
@@ -222,7 +223,7 @@ class Reductions:
             reduced.wait()  # rule 7
         with self.ranks.streams.on_device_stream(self._stream), contextlib.ExitStack() as stack:
             for ranks in {self.ranks, *(flat.ranks for flat in unit.trained)}:
-                stack.enter_context(ranks.in_hook())
+                stack.enter_context(ranks.in_hook())  # ranks call hooks in orders of their own: a collective raises
             call_hooks(unit.grads.give_early(), self.progress)
         unit.grads.drop_early()
 

@@ -64,6 +64,7 @@ class OverReplicas(abc.ABC):
         self._left.pop(unit.index, None)
         self._last = unit
         self._reduced.record(*reduction)
+        # On CPUs the host would wait for this reduction first: it starts the average behind the next one.
         if not self._reduced.works:
             self.flush()
 
@@ -89,7 +90,7 @@ class OverReplicas(abc.ABC):
     def finish(self) -> None:
         """The backward is over: let the compute stream wait for all main grads."""
         self.flush()
-        for index in sorted(self._left) if self._is_synced else ():
+        for index in sorted(self._left) if self._is_synced else ():  # one order on all replicas
             self.add(self._left[index], ())
         under_way, self._under_way = self._under_way, {}
         for arrived in under_way.values():

@@ -127,7 +127,7 @@ class WeightSlot:
         self.state = WeightState.EMPTY
         self.content: int | None = None
         self.buffer = buffer
-        self._first_byte = buffer.data_ptr()
+        self._first_byte = buffer.data_ptr()  # kept: `holds` is asked for each tensor that autograd saves
         self.is_shared = is_shared
         self.arrived = Fence(streams, Rule.WEIGHTS_ARRIVED, StreamName.COMM, what)
         self.released = Fence(streams, Rule.SLOT_RELEASED, StreamName.COMPUTE, what)

@@ -100,6 +100,7 @@ class TiedHead:
             Whether the gradient may take the weight's place.
         """
         self._is_behind = True
+        # Only this time: another holder may come and go.
         if self._found is _Found.FREE_BEHIND_HEAD and self._is_kept():
             return False
         self._set_class(is_present=False)

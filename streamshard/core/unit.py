@@ -147,6 +147,7 @@ class Unit:
                 if param.has_room:
                     self.grads.params.append(param)
         self._sharded = [param.sharded for param in self.params]
+        # So `FlatParam.make_unsharded` has made them.
         self._trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
             self.weight_slot.move(WeightState.ARRIVING, self.index)
@@ -204,7 +205,7 @@ class Unit:
         slot = self.weight_slot
         with self.gathering:
             slot.arrived.wait()  # rule 1
-        if slot.state is WeightState.ARRIVING:
+        if slot.state is WeightState.ARRIVING:  # else an earlier wait has converted them
             for flat in self.flat_params:
                 if flat.gathered is not flat.weights:
                     flat.weights.copy_(flat.gathered)
@@ -216,7 +217,7 @@ class Unit:
             return
         self.is_bound = is_bound
         if self.is_streamed:
-            self.guard.set_present(is_bound)
+            self.guard.set_present(is_bound)  # resident ones stay present, from their first use in a pass on
         for owner_of, key, values in self._bindings:
             if (owner := owner_of()) is not None:
                 owner.__dict__[key] = values[is_bound]
@@ -234,7 +235,7 @@ class Unit:
                 continue
             if isinstance(computing, dict):
                 owner.__dict__[key] = {name: chosen.get(id(weight), weight) for name, weight in computing.items()}
-            elif isinstance(computing, list):
+            elif isinstance(computing, list):  # the list that RNNs keep for cuDNN
                 owner.__dict__[key] = [chosen.get(id(weight), weight) for weight in computing]
 
     def release(self) -> None:

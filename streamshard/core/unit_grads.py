@@ -112,7 +112,7 @@ class UnitGrads:
         with AsTensors():
             if any(map(_is_there, map(get_grad, map(_sharded_of, self.params)))):
                 return
-        is_shared = not self._renew()
+        is_shared = not self._renew()  # before the memory goes: others may hold it
         self._has_memory = False
         for grads in map(_main_grads_of, self._dropping):
             if is_shared:  # leave the memory to others
@@ -215,7 +215,7 @@ class UnitGrads:
                 self._renew()
                 self.move(GradState.EMPTY)
                 return
-            self.make_memory()
+            self.make_memory()  # a new `.grad` of the user's is copied there
             are_same = True
             for param, grad in zip(self.params, held, strict=True):
                 is_same = not param.was_given if grad is None else param.take_grad(grad)

@@ -79,7 +79,7 @@ class PartialNorm(torch.Tensor):
 
 @functools.cache
 def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(mode=False):
+    with torch.inference_mode(mode=False):  # later callers share it
         return torch.full((), math.nan, dtype=dtype, device=device)
 
 

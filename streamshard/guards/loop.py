@@ -38,7 +38,7 @@ def refuse_transforms(streams: Streams | None = None) -> None:
         ShardingError: names the transform.
     """
     device = None if streams is None else streams.module
-    if getattr(device, "is_current_stream_capturing", bool)():
+    if getattr(device, "is_current_stream_capturing", bool)():  # not every device has graphs; bool() is False
         raise ShardingError(
             "a pass of a StreamShard model is captured in a device graph: a replay would repeat this step's "
             "collectives without the host, which decides what follows them. Capture layers: torch.compile(layer, "
@@ -93,7 +93,7 @@ class Members:
         self._params: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
         self._children: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
         for name, module in modules_of(root):
-            if isinstance(module._parameters, dict):
+            if isinstance(module._parameters, dict):  # TorchScript's is none, and has no parameters
                 self._params.append((name, module._parameters, tuple(module._parameters.values())))
             self._children[name] = module._modules, tuple(module._modules.values())
 
@@ -101,7 +101,7 @@ class Members:
         """A pass begins.
 
         Raises:
-            ShardingError: a parameter, or a module with parameters, was added, removed or replaced; names it.
+            ShardingError: a parameter was added, removed or replaced, or a module with others was added; names it.
         """
         # dict's own values(): a sharded module's `_parameters` has a slow one.
         for name, params, known in self._params:
@@ -112,6 +112,7 @@ class Members:
             if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):
                 sharded = {param for _, _, known in self._params for param in known}
                 for key, child in children.items():
+                    # A module around the old one is allowed.
                     if child is not None and not sharded.issuperset(params_of(child).values()):
                         _refuse_change("module", name, key)
                 self._children[name] = children, tuple(children.values())  # modules without parameters may change
@@ -152,7 +153,7 @@ class Progress:
         _models.add(self)
 
 
-_models: WeakSet[Progress] = WeakSet()
+_models: WeakSet[Progress] = WeakSet()  # an engine goes with its model
 
 
 def note_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
@@ -167,7 +168,7 @@ def note_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
             backward, with a gradient that is not complete, or outside of local SGD.
     """
     for progress in list(_models):
-        first = next(filter(progress.names.__contains__, params), None)
+        first = next(filter(progress.names.__contains__, params), None)  # in C: each step of any optimizer asks
         if first is None:
             continue
         name = progress.names[first]

@@ -107,10 +107,12 @@ class Piece(NamedTuple):
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's elements of `whole`, in new memory: [local_shape]."""
         part = part_of(whole.detach(), self.box)
+        # A view would keep the whole tensor.
         return part.reshape(-1)[self.start : self.stop].clone().view(self.local_shape)
 
     @property
     def _cuts(self) -> tuple[object, ...]:
+        # Not start and stop: on one rank alone they may be equal. Not `ranks`: an average of a model has its own.
         return self.shape, self.box, self.place.offset, self.flat_param.shard_numel, self.ranks.world_size
 
     def is_like(self, other: Piece) -> bool:
@@ -129,7 +131,7 @@ class Piece(NamedTuple):
         everyone, rank = range(self.ranks.world_size), self.ranks.rank
         sent = [_overlap(other.range_of(rank), self.range_of(each)) for each in everyone]
         received = [_overlap(other.range_of(each), self.range_of(rank)) for each in everyone]
-        source = local.detach().to(self.ranks.streams.device).reshape(-1)
+        source = local.detach().to(self.ranks.streams.device).reshape(-1)  # it may lie in host memory
         result = source.new_empty(sum(received))
         self.ranks.exchange_now(AllToAll(source, sent, result, received))
         return result.view(self.local_shape).to(local.device)
@@ -140,6 +142,7 @@ class Piece(NamedTuple):
         No, if it is as long as a row: it may be a row, and torch would broadcast it.
         """
         row = self.place.shape[-1] if len(self.shape) > 1 else 0
+        # A piece that is exactly one row may meet a row: broadcasting changes nothing.
         is_row = self.stop - self.start == row and self.start % max(row, 1) != 0
         return tuple(local.shape) == self.local_shape and not is_row
 

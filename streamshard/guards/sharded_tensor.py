@@ -153,12 +153,14 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
 def _compute(answer: _Answer, func: Callable[..., Any], first: ShardedTensor, args: Any, kwargs: Any) -> Any:
     piece = first.piece
     with AsTensors():
+        # On one rank torch computes. But norms have the bits of many ranks, and a scaler's check asks replicas.
         if not piece.is_whole or answer in (_norm, _foreach_norm, _check_finite, _detach_in_place):
             return answer(func, first, full_norms(args), full_norms(kwargs))  # ``alpha`` may be a norm
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor) or result is first:
             return result
         is_same = result.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        # A view of a gradient ends with it, and one of host memory needs `settle`: both stay guarded.
         is_on_grad = first.life is not None and result.shape == first.shape
         return ShardedTensor.wrap(result, piece, first.life) if is_same and (piece.is_on_host or is_on_grad) else result
 
@@ -262,6 +264,7 @@ def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     """This rank's elements of the random numbers that the full tensor would get. Takes memory for the full tensor."""
     given = {key: value for key, value in kwargs.items() if value is not tensor}
     full = torch.empty(tensor.piece.full.shape, dtype=tensor.dtype, device=tensor.device)
+    # Drawn whole: ranks with one seed would give different elements the same numbers.
     values = tensor.piece.cut(func(full, *args[1:], **given))
     with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_init(func)):
         return tensor.copy_(values)

@@ -108,6 +108,7 @@ class _Absent(_Guarded):
             if isinstance(value, _Absent):
                 guard = value.guard_of()
                 untraced(guard.ask, guard.names[value.place])
+        # The weight has another class now, so its attributes are looked up anew.
         if called == "__get__":
             return getattr(args[0], name)
         return setattr(args[0], name, args[1]) if called == "__set__" else func(*args, **kwargs)
@@ -269,7 +270,7 @@ class WeightGuard:
             view.__class__ = kind
         if is_present and marks:
             self.begin_use()
-        elif marks and self._is_shared:
+        elif marks and self._is_shared:  # weights with a slot of their own stay in it for backward
             set_versions(self._aliases, self._absent)
 
     def set_class(self, place: int, *, is_present: bool) -> type:
@@ -303,7 +304,7 @@ class WeightGuard:
         now = list(map(_version_of, self._aliases))
         if now == self._versions and not self._before:
             return
-        before = dict(self._before)
+        before = dict(self._before)  # `begin_use` forgets them, and comes first: a use after the error begins anew
         self.begin_use()
         versions = zip(now, self._versions, self._places, strict=True)
         changed = {place for version, known, place in versions if version != known}

@@ -33,8 +33,9 @@ def accumulate(
         refuse_accumulation("it runs inside Join")
     if any(map(has_hooks, engine.units)):
         refuse_accumulation("a parameter has a hook of register_post_accumulate_grad_hook, called in every backward")
-    given = list(micro_batches)
+    given = list(micro_batches)  # all take turns, and may come from a generator
     losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in given]
+    # Else one after the other: a single one gains nothing, and the first steps show the order.
     if len(losses) > 1 and can_run(engine):
         if any(tensor.grad_fn is not None for tensor in tensors_in(given)):
             raise ShardingError(

@@ -97,7 +97,7 @@ class MicroBatch:
         self._attributes = attributes
         self._set: Values = {}
         self._greenlet = new(self._run)
-        self._greenlet.gr_context = contextvars.copy_context()
+        self._greenlet.gr_context = contextvars.copy_context()  # a greenlet begins in an empty context
         self._segments: list[list[int]] = []  # the sequence numbers at which their parts begin, and the last one ends
         self._cuts: dict[Any, Edge] = {}  # by the node of a cut, the edge to the node that it stands for
         self._given: list[tuple[torch.Tensor, Any]] = []  # cuts that the layer has got, and their nodes
@@ -164,6 +164,7 @@ class MicroBatch:
 
     def pause(self, unit: Unit) -> None:
         """The forward is about to call a layer of `unit`: wait there, if another unit's segment runs."""
+        # Resident units stay in place: no other micro-batch has to come there first.
         if unit is self.unit or not (unit.is_streamed or unit is self._last):
             return
         _refuse_inside_function(unit)
@@ -248,7 +249,7 @@ class MicroBatch:
             if root[0]._sequence_nr() in part:
                 grad = self._left.pop(edge)
                 roots[root] = roots[root] + grad if root in roots else grad
-                self._cuts.pop(edge[0], None)
+                self._cuts.pop(edge[0], None)  # it holds the part's graph
         inputs, leaves = self._inputs_of([node for node, _ in roots], part)
         edges = [*inputs, *leaves]
         if not edges:
@@ -257,7 +258,7 @@ class MicroBatch:
         roots.update((edge, self._left.pop(edge)) for edge in inputs if edge in self._left)
         outputs, wanted = ([GradientEdge(*edge) for edge in each] for each in (roots, edges))
         made = torch.autograd.grad(outputs, wanted, list(roots.values()), allow_unused=True)
-        del roots
+        del roots  # their gradients are freed before others are added
         for edge, grad in zip(inputs, made, strict=False):
             if grad is not None:
                 self._left[edge] = grad
@@ -377,7 +378,7 @@ def _refuse_inside_function(unit: Unit) -> None:
 
 def _add_to_own(leaf: torch.Tensor, grad: torch.Tensor) -> None:
     """Accumulate the gradient of a tensor of the user's, whose hooks autograd has called."""
-    leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+    leaf.grad = grad if leaf.grad is None else leaf.grad + grad  # not in place: the user may hold it
     for hook in (leaf._post_accumulate_grad_hooks or {}).values():
         hook(leaf)
 

@@ -130,7 +130,7 @@ class LayerMajorStep:
             self._sums.swap()
             self._engine.reductions.used.micro_batches = 1
         take_state(device)
-        outer._replace(random=self._micro_batches[0].state.random).put()
+        outer._replace(random=self._micro_batches[0].state.random).put()  # else each step would draw the same numbers
         return [micro_batch.loss for micro_batch in self._micro_batches]
 
     def _resume(self, micro_batch: MicroBatch) -> None:
@@ -148,6 +148,7 @@ class LayerMajorStep:
     def _run_forward(self) -> Graph:
         engine, error = self._engine, None
         with torch.enable_grad():
+            # With gradients: it asks torch whether the pass has a graph.
             forward = begin_forward(engine, frozenset(range(len(engine.units))), (), is_whole_model=True)
         forward.gather_residents()  # micro-batches that leave out layers come to them before others have come to these
         try:
@@ -192,9 +193,10 @@ class LayerMajorStep:
         engine.reductions.used.micro_batches = len(self._micro_batches)
         try:
             backward.begin()
+            # The others are reduced at the end.
             graph.visits = tuple(unit for unit in graph.visits if engine.units[unit].is_streamed)
             backward.enter(graph)
-            turn = self._next_visit() or Visit(self._last, [])
+            turn = self._next_visit() or Visit(self._last, [])  # all may have skipped the last unit
             self._visits.append(turn)
             first_of = {visit.unit: place for place, visit in reversed(list(enumerate(self._visits)))}
             for place, visit in reversed(list(enumerate(self._visits))):
@@ -225,7 +227,7 @@ class LayerMajorStep:
             backward.finish()
         except BaseException:
             self._end_forwards()
-            backward.is_over = True
+            backward.is_over = True  # else `recover` would wait for autograd to let go
             backward.break_off(None)
             engine.recover()
             raise

@@ -55,7 +55,7 @@ class Sums:
             for (flat, grads), part in zip(given, parts, strict=False):
                 self._swaps += [(flat, "grads", grads), (flat, "scratch", part), (flat, "is_main_in_slot", False)]
                 self._swaps += ((param, "in_slot", flat.part_of(grads, param.layout)) for param in flat.params)
-        scratch.drop()
+        scratch.drop()  # not before: torch makes no view without memory
 
     def swap(self) -> None:
         """Let units add their gradients in these slots; called again, in their own slots. No gradient waits."""

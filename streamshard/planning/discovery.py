@@ -101,7 +101,7 @@ def find_units(
     inside_layers = [module for layer in layers if layer not in resident_layers for module in _inside(layer, wanted)]
     root_unit = FoundUnit("", tuple(inside_layers), is_resident=True)
     found = [FoundUnit(names[layer], (layer,), layer in resident_layers) for layer in layers]
-    found = coalesce(_with_params(root, [root_unit, *found])[1:], min_numel)
+    found = coalesce(_with_params(root, [root_unit, *found])[1:], min_numel)  # which asks for sizes
     large = _find_large(root, layers, beside, min_numel) if units is None and layers else []
     found += [FoundUnit(names[module], (module,), is_resident=True) for module in beside]
     found += [FoundUnit(names[module], (module,), is_resident=True, may_join=True) for module in large]
@@ -235,6 +235,7 @@ def _detect_layers(root: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """
     embeddings = embedding_params(root)
     lists = [(layers, _numel(*layers, left_out=embeddings)) for layers in _find_lists(root, set())]
+    # Without embeddings: of mT5 they are five sixths of the weights.
     enough = min(_SUBSTANTIAL * _numel(root, left_out=embeddings), max((own for _, own in lists), default=0))
     large = [
         (layers, own) for layers, own in lists if 0 < own >= enough or _numel(*layers) >= _WORTH_A_GATHER * len(layers)
@@ -260,7 +261,7 @@ def _find_lists(module: nn.Module, taken: set[nn.Module]) -> Iterator[list[nn.Mo
         return
     taken.add(module)
     layers = [layer for layer in _layers_of(module) if layer not in taken]
-    if layers and _are_stages(layers):
+    if layers and _are_stages(layers):  # half a vision model may be one stage
         yield [layer for stage in layers for inner in _find_lists(stage, taken) for layer in inner]
     elif layers:
         for layer in layers:
@@ -320,6 +321,7 @@ def _find_large(
         at_least: the least number of parameters of a large module.
     """
     enough = dict.fromkeys(modules_inside(root), _LARGE * max(map(_numel, layers)))
+    # Whatever the layers' size: half a layer of experts may be a gigabyte.
     for embeddings in conventions().embeddings(root):
         for module in modules_inside(embeddings):  # adapters beside the weights are small
             enough[module] = min(enough[module], _LARGE * _numel(embeddings))

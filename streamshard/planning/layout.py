@@ -110,6 +110,7 @@ class FlatParamLayout:
     @property
     def reaches_all_ranks(self) -> bool:
         """Whether each rank owns elements of parameters, not only padding."""
+        # Padding is at the end: if the last rank has elements, all ranks have.
         return any(self.local_range(param, self.world_size - 1).numel for param in self.params)
 
     @property
@@ -123,7 +124,7 @@ class FlatParamLayout:
         start = min(max(shard_start - param.offset, 0), param.numel)
         stop = min(max(shard_start + self.shard_numel - param.offset, 0), param.numel)
         if start >= stop:
-            return LocalRange(0, 0, 0)
+            return LocalRange(0, 0, 0)  # an offset inside the shard, where views of no elements begin
         return LocalRange(start, stop, param.offset + start - shard_start)
 
     def local_shape(self, param: ParamLayout, rank: int) -> tuple[int, ...]:
@@ -206,6 +207,7 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
     compute = precision.param_dtype or dtype
     wire = precision.wire_dtype or compute
     if in_fp32 or compute is fp32:
+        # What is kept in fp32 is sent in fp32 too: users have a reason, such as an overflow.
         return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, precision.fp32_reduction_mode)
     main = fp32 if trains else dtype
     return FlatParamKind(trains, compute, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
@@ -294,7 +296,7 @@ def plan_units(
             if n_ranks == 1:
                 kind = kind.on_one_rank()
             if kind.trains and not adds_in_slots:
-                kind = kind._replace(grad_dtype=kind.compute_dtype)
+                kind = kind._replace(grad_dtype=kind.compute_dtype)  # gradients take the place of weights
             memory = [form_of(found.param).memory(found.param) for found in params]
             sizes = [ParamLayout(p.names[0], tuple(m.shape)) for p, m in zip(params, memory, strict=True)]
             layout = plan_flat_param(sizes, n_ranks, align_pieces_to=align_pieces_to)
@@ -323,5 +325,7 @@ def _by_kind(
         kind = kind._replace(is_expert=found.is_expert)
         parts.setdefault(kind, []).append(found)
     if not parts:
+        # The last flat parameter says where the unit ends.
         parts[kind_of(torch.float32, precision, trains=False, in_fp32=False)] = []
+    # So gradients have the offsets of their weights, whose place they take.
     return sorted(parts.items(), key=lambda part: not part[0].trains)

@@ -171,8 +171,9 @@ def choose_ends(
         late: resident units that passes use behind the last block.
     """
     blocks = [size for size, streamed in zip(n_bytes, plan.is_streamed, strict=True) if streamed]
-    if plan.keeps_weights or len(blocks) < 2:
+    if plan.keeps_weights or len(blocks) < 2:  # no units take turns
         return frozenset()
+    # Sorted: all ranks choose the same one of equals.
     largest = (max(sorted(units), key=n_bytes.__getitem__) for units in (early, late) if units)
     return frozenset(unit for unit in largest if _WORTH_TURNS * n_bytes[unit] >= max(blocks))
 
@@ -221,7 +222,7 @@ def plan_host(layouts: Sequence[UnitLayout], device_bytes: int) -> list[bool]:
             kind = flat.kind
             per_element = kind.main_dtype.itemsize + 12 * kind.trains  # an fp32 gradient and two moments
             device_bytes -= flat.layout.shard_numel * per_element
-        on_host.append(device_bytes < 0)
+        on_host.append(device_bytes < 0)  # and so are all units behind it: the first ones stay
     return on_host
 
 

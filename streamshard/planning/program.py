@@ -77,7 +77,7 @@ def plan_steps(visits: Sequence[int], plan: SlotPlan, *, reduce: bool) -> list[l
         free_at[slot] = visit + 1
         steps[step].append(Op(unit))
     if reduce:
-        behind_last = dict(zip(visits, range(1, len(steps)), strict=True))
+        behind_last = dict(zip(visits, range(1, len(steps)), strict=True))  # later visits replace earlier ones
         for unit, step in behind_last.items():
             steps[step].insert(0 if plan.is_one_slot else len(steps[step]), Op(unit, is_reduction=True))
     return steps
@@ -142,7 +142,7 @@ class Schedule:
         if visit is None:
             if not self.is_out_of_order(unit):
                 return []
-            ops = self.advance_to(self.following)
+            ops = self.advance_to(self.following)  # the visit under way is over
             self.log.append(unit)
         else:
             ops = self.advance_to(visit)

@@ -97,7 +97,7 @@ def tie_on_meta(root: nn.Module) -> None:
     for module in modules_inside(root):
         for key, param in module._parameters.items():
             if param is not None and not is_lazy(param) and param.layout is torch.strided and param.is_meta:
-                storage = param.untyped_storage()._cdata
+                storage = param.untyped_storage()._cdata  # on meta all addresses are 0
                 place = (storage, param.storage_offset(), param.shape, param.stride(), param.dtype)
                 first = known.setdefault(place, param)
                 if first is not param:
@@ -132,7 +132,7 @@ def check_params(root: nn.Module) -> torch.device:
 
 
 def _problem_with(param: nn.Parameter) -> str | None:
-    if is_lazy(param):
+    if is_lazy(param):  # first: all others ask for its shape
         return "of a lazy module has no shape yet: run one forward of the model before StreamShard(model)"
     form = form_of(param)
     if (problem := form.problem_with(param)) is not None:
@@ -190,11 +190,11 @@ def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -
                 tensors.append((join_names(prefix, key), buffer))
     ends: dict[bool, tuple[int, str]] = {}  # by whether it is a parameter, the one so far whose memory ends last
     for name, tensor in sorted(tensors, key=lambda each: each[1].data_ptr()):
-        if tensor.is_meta or not tensor.numel():
+        if tensor.is_meta or not tensor.numel():  # neither has an address
             continue
         is_param = name in params
         for other_is_param, (end, other) in ends.items():
-            if tensor.data_ptr() < end and (is_param or other_is_param):
+            if tensor.data_ptr() < end and (is_param or other_is_param):  # buffers stay whole, and may share
                 raise ShardingError(
                     f"{other!r} and {name!r} share memory, which shards do not. Tie parameters by registering one "
                     "Parameter under both names (b.weight = a.weight), take views of a parameter in forward, or give "
@@ -257,7 +257,7 @@ def find_fp32(root: nn.Module, precision: Precision, kept: Collection[str]) -> I
             raise ConfigError(f"fp32_modules: {type(root).__name__} has no module or parameter {what}")
         found |= direct
         listed.update(dict.fromkeys(own))
-    if precision.param_dtype is torch.float32:
+    if precision.param_dtype is torch.float32:  # not before: entries that match nothing raise in any dtype
         return InFp32(frozenset(), ())
     inside = {inner for module in listed for inner in modules_inside(module) if inner is not module}
     norms = [module for module in modules_inside(root) if isinstance(module, _NormBase)]
