@@ -221,7 +221,7 @@ class Manifest(NamedTuple):
         first: dict[tuple[object, ...], str] = {}  # by shape and pieces
         tensors = {}
         for name, (shape, dtype, pieces) in self.tensors.items():
-            known = first.setdefault((shape, pieces), name) if pieces else name
+            known = first.setdefault((shape, pieces), name)
             tensors[name] = {"shape": shape, "dtype": dtype_name(dtype), "pieces": pieces if known == name else known}
         content = {"format": FORMAT, **self._asdict(), "files": files, "tensors": tensors}
         # NaN is not JSON: `json_codec` writes it otherwise.

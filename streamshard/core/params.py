@@ -186,7 +186,7 @@ class FlatParam:
     Args:
         plan: its kind, and where it lies.
         slot: the unit's weight slot.
-        wire: [bytes of the largest unit of the slot] uint8, the wire buffer beside the slot; None: there is none.
+        wire: [bytes of the largest unit of the slot] uint8, the wire buffer beside the slot.
         ranks: the ranks that cut it: the shard group, or the ranks with the same experts.
         ledger: allocates.
         keeps_slot: no other unit uses the slot: main weights that are sent as they are lie in it.
@@ -221,7 +221,7 @@ class FlatParam:
         self,
         plan: FlatParamPlan,
         slot: WeightSlot,
-        wire: torch.Tensor | None,
+        wire: torch.Tensor,
         ranks: Communicator,
         ledger: Ledger,
         gather_ranks: Communicator,
@@ -243,7 +243,7 @@ class FlatParam:
         is_sent_as_is = not (is_cast or is_on_host)
         kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
         self._use_slot(slot)
-        if wire is not None and kind.wire_dtype is not kind.compute_dtype:
+        if kind.wire_dtype is not kind.compute_dtype:
             self.gathered = _part(wire, plan.wire, kind.wire_dtype)
         own = self._own_part
         # The slot is the unit's alone, so this rank's range of it never holds other weights.

@@ -53,7 +53,7 @@ class Sums:
             parts = room.split([*numels, len(room) - sum(numels)])
             self._swaps.append((unit.grads, "slot", slot))
             for (flat, grads), part in zip(given, parts, strict=False):
-                self._swaps += [(flat, "grads", grads), (flat, "scratch", part), (flat, "is_main_in_slot", False)]
+                self._swaps += [(flat, "grads", grads), (flat, "scratch", part)]
                 self._swaps += ((param, "in_slot", flat.part_of(grads, param.layout)) for param in flat.params)
         scratch.drop()  # not before: torch makes no view without memory
 
