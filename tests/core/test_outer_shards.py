@@ -31,9 +31,8 @@ from streamshard import (
 )
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.planning.memory import Category
-from tests.adversary import make_adversarial
+from tests.core.test_replicas import assert_like_one_group
 from tests.models import Layer, Stack, stack_of, vector_batch
-from tests.races import detect_races
 from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
@@ -52,7 +51,7 @@ from tests.reference import (
     stack_step,
     train_stack,
 )
-from tests.scenarios import BF16, SCENARIOS, reference, sharded, train
+from tests.scenarios import BF16, SCENARIOS, sharded, train
 from tests.simulated import checking_streams, late, simulated_device
 
 # What happens on both levels, in any order and in part; all else is cut over whole replicas alone.
@@ -67,15 +66,9 @@ def outer(replicas: int, shards: int) -> dict[str, Any]:
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
 def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
-    """Without races, however late collectives are."""
     for number, way in enumerate(ON_BOTH if shape[1] > 1 else BETWEEN):
         slots = ALL_SLOTS if number % 3 == 2 else {}
-        with case(way):
-            model = sharded(way, FP32, **outer(*shape), **slots)
-            with detect_races(model), make_adversarial(model):
-                train(model, way, context)
-                found = full_weights(model)
-            assert_same(found, reference(context, way, FP32), "weights", NEAR)
+        assert_like_one_group(context, way, **outer(*shape), **slots)
 
 
 @on_ranks(4)
@@ -100,36 +93,46 @@ def test_a_device_waits_for_both_levels(context: RankContext) -> None:
 def test_sums_in_rank_order_have_the_bits_of_one_shard_group(context: RankContext) -> None:
     in_order = Precision(param_dtype=torch.bfloat16, sums_in_rank_order=True)
     for way in ("micro-batches", "clipping"):
-        model = sharded(way, in_order, **outer(2, 2))
-        with detect_races(model), make_adversarial(model):
-            train(model, way, context)
-            found = full_weights(model)
-        assert_same(found, reference(context, way, BF16), way, EXACT)
+        assert_like_one_group(context, way, in_order, EXACT, **outer(2, 2))
+
+
+def _accumulated_layer_by_layer(model: Any, context: RankContext) -> None:
+    optimizer = adamw(model)
+    for step in range(3):
+        parts = [vector_batch(3 * step + part, context.rank) for part in range(3)]
+        model.accumulate(parts, lambda model, part: model(part).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _stepped_whole(model: Any, context: RankContext) -> None:
+    """By one of all ranks."""
+    optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)
+    train_stack(model, optimizer, context, steps=2)
+
+
+def _fails_inside_no_sync(model: Any, context: RankContext) -> None:
+    """The next step has no gradient of it; gradients from before ``no_sync()`` count."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = Call(0, context.rank, 4, 1.0)
+    with model.no_sync():
+        stack_step(model, call)
+        with pytest.raises(Trouble), failing(model.layers[0]):
+            stack_step(model, call)
+    for step in range(2):
+        stack_step(model, call._replace(step=step))
+        with model.no_sync():
+            stack_step(model, call._replace(step=step + 1))
+    stack_step(model, call)
+    optimizer.step()
 
 
 @on_ranks(4)
-def test_accumulation_layer_by_layer_equals_a_loop(context: RankContext) -> None:
+@pytest.mark.parametrize("work", [_accumulated_layer_by_layer, _stepped_whole, _fails_inside_no_sync])
+def test_what_a_loop_does_equals_one_shard_group(context: RankContext, work: Any) -> None:
     models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
     for model in models:
-        optimizer = adamw(model)
-        for step in range(3):
-            parts = [vector_batch(3 * step + part, context.rank) for part in range(3)]
-            if model is models[0] and step:
-                model.accumulate(parts, lambda model, part: model(part).square().mean())
-            else:
-                for part in parts:
-                    model(part).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(*map(full_weights, models), "weights", NEAR)
-
-
-@on_ranks(4)
-def test_whole_parameters_are_stepped_by_one_of_all_ranks(context: RankContext) -> None:
-    models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
-    for model in models:
-        optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.01)
-        train_stack(model, optimizer, context, steps=2)
+        work(model, context)
     assert_same(*map(full_weights, models), "weights", NEAR)
 
 
@@ -201,27 +204,6 @@ def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext
     places = [call.args[0].slot.untyped_storage().data_ptr() for call in start.call_args_list]
     assert len(places) > 6 and len({*places}) == 2
     assert all(before != after for before, after in itertools.pairwise(places))
-
-
-@on_ranks(4)
-def test_a_backward_that_fails_inside_no_sync_leaves_no_sums(context: RankContext) -> None:
-    """The next step has no gradient of it; gradients from before ``no_sync()`` count."""
-
-    models = [sharded_model(stack_of(Layer, 6), **settings) for settings in (outer(2, 2), {})]
-    for model in models:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        call = Call(0, context.rank, 4, 1.0)
-        with model.no_sync():
-            stack_step(model, call)
-            with pytest.raises(Trouble), failing(model.layers[0]):
-                stack_step(model, call)
-        for step in range(2):
-            stack_step(model, call._replace(step=step))
-            with model.no_sync():
-                stack_step(model, call._replace(step=step + 1))
-        stack_step(model, call)
-        optimizer.step()
-    assert_same(*map(full_weights, models), "weights", NEAR)
 
 
 @on_ranks(4)
