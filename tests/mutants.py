@@ -351,7 +351,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("ranks.counts_parts if form.box else ranks.counts_copies", "True"),
             "tensor_parallel:norms",
         ),
-        ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changes"),
+        ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changed"),
     ],
     "norms": [
         ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
