@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -159,18 +160,25 @@ def test_a_mesh_may_arrange_ranks_in_any_way(context: RankContext) -> None:
 
 @on_ranks(4)
 def test_meshes_that_cannot_work_are_refused(context: RankContext) -> None:
-    """Without this rank, with descending ranks (groups sort theirs), of three axes. The model is still whole."""
+    """Without this rank, with descending ranks (groups sort theirs), of three axes; a group without this rank.
+
+    The model is still whole, and the ranks inside are not held up.
+    """
     model = Stack()
     shapes = [param.shape for param in model.parameters()]
     with pytest.raises(ConfigError, match="ascend along the second axis"):
         StreamShard(model, mesh=DeviceMesh("cpu", [[1, 3], [2, 0]]))
     with pytest.raises(ConfigError, match="mesh has 3 axes: wanted one.*or two .replicate x shard"):
         StreamShard(model, mesh=init_device_mesh("cpu", (2, 2, 1)))
-    mesh = DeviceMesh("cpu", [[0], [2]])
+    mesh, group = DeviceMesh("cpu", [[0], [2]]), dist.new_group([0, 2])
     if context.rank in (1, 3):
         with pytest.raises(ConfigError, match=f"rank {context.rank} is not in it"):
             StreamShard(model, mesh=mesh)
-    assert [param.shape for param in model.parameters()] == shapes
+        with pytest.raises(ConfigError, match=f"a ProcessGroup with rank {context.rank}"):
+            StreamShard(model, mesh=group)
+        assert [param.shape for param in model.parameters()] == shapes
+    else:
+        stack_step(StreamShard(model, mesh=group, precision=FP32), Call(0, context.rank // 2, 2, 1.0))
 
 
 @on_ranks(4)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.core import backward as backward_module
 from streamshard.core import edge, forward
-from streamshard.errors import ShardingError
 from streamshard.guards import sharded_tensor
 from streamshard.guards.loop import Members
 from streamshard.guards.modules import HANDLE
@@ -70,16 +69,6 @@ def test_modules_change_in_a_few_places(context: RankContext, kind: type[nn.Modu
         wanted |= {"encode", "forward", "flatten_parameters", "_flat_weight_refs"}
     assert {key for _, key in changed} == wanted
     assert before.keys() <= after.keys()
-
-
-@on_ranks(1)
-def test_a_model_moves_to_its_device_whatever_the_default_dtype(context: RankContext) -> None:
-    """It is cast by no move."""
-    model = StreamShard(Stack())
-    torch.set_default_dtype(torch.bfloat16)
-    model.to("cpu")
-    with pytest.raises(ShardingError, match=r"cannot be moved or cast to torch.bfloat16"):
-        model.to(torch.bfloat16)
 
 
 # -- without guards ---------------------------------------------------------------------------------------------------
