@@ -422,7 +422,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.start_reduce", Drop("self.guard.mark_gone()"), "absent_weights"),
-        ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "expert_parallel"),
+        ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "experts_and_context"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs"),
     ],
     "core/ends": [
@@ -450,7 +450,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads._write_parts", Drop("param.is_written_early = False"), "tied"),
         ("UnitGrads._take", Drop("if not param.is_kept:"), "invariants loops programs graphs"),
         ("UnitGrads._leave_slot", Swap("self._ranks.grad_divisor == 1.0 and", ""), "divide_factor:one_rank"),
-        ("UnitGrads._leave_slot", Swap("all(", "any("), "expert_parallel:micro_batch"),
+        ("UnitGrads._leave_slot", Swap("all(", "any("), "experts_and_context:micro_batch"),
         ("UnitGrads.collect", Drop("self._leave_slot()"), "dial"),
         ("UnitGrads.collect", Swap("is_filled or not is_empty", "not is_empty"), "loops programs graphs"),
         ("UnitGrads.collect", Drop("if absent and not adds:"), "programs matrix"),
@@ -498,7 +498,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "planning/layout": [
         ("_by_kind", Swap("form_of(param).is_packed", "False"), "frozen"),
-        ("_by_kind", Swap("found.is_expert", "False"), "expert_parallel"),
+        ("_by_kind", Swap("found.is_expert", "False"), "experts_and_context"),
     ],
     "core/clipping": [("clip_grads", Swap("or piece.counts", "or True"), "tensor_parallel:one_process")],
     "full": [("summon", Drop("_refuse_different(engine, edited, failure)"), "full")],

@@ -205,13 +205,6 @@ def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]
     assert _resident(resident) == wanted
 
 
-class Towers(nn.Module):
-    def __init__(self, **sizes: tuple[int, int]) -> None:
-        super().__init__()
-        for name, (count, width) in {**sizes, "main": (16, 1024)}.items():
-            setattr(self, name, nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))))
-
-
 @pytest.mark.parametrize(
     ("sizes", "units", "resident", "wanted"),
     [
@@ -225,7 +218,8 @@ class Towers(nn.Module):
 def test_layers_of_small_towers_are_resident(sizes: Any, units: Any, resident: Any, wanted: set[str]) -> None:
     """Unless the user names the units. So are all layers of a module named in `resident`."""
     with torch.device("meta"):
-        found = find_units(Towers(**sizes), units, resident)[1:]
+        towers = {name: _layers(*size) for name, size in {**sizes, "main": (16, 1024)}.items()}
+        found = find_units(Parts(**towers), units, resident)[1:]
     assert len(found) == 16 + sum(count for count, _ in sizes.values())
     assert {unit.name.partition(".")[0] for unit in found if unit.is_resident} == wanted
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from streamshard import RankMismatchError, StreamShard
 from streamshard.core import backward
 from streamshard.errors import ShardingError, log
-from tests.models import Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import Stack, TinyConfig, TinyLM, UsingLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -190,45 +190,34 @@ def _fail_and_clear(model: nn.Module, call: Call, where: str) -> None:
         param.grad = None
 
 
+def _keep_penalty(model: Any) -> float:
+    model.penalty = model.offset.sum()
+    return 0.0
+
+
+def _penalised() -> nn.Module:
+    """Each forward leaves a penalty, whose backward reaches a parameter before any node of an output."""
+    model: Any = UsingLM(TinyConfig(depth=3), first=_keep_penalty)
+    model.offset = nn.Parameter(torch.ones(4))
+    return model  # type: ignore[no-any-return]
+
+
 @on_ranks(1, 2)
 def test_after_an_exception_the_optimizer_alone_may_clear_gradients(context: RankContext) -> None:
-    """Then a backward of an earlier forward is right, although no forward comes between."""
+    """Then a backward of an earlier forward is right, although no forward comes between, and of a penalty alone."""
     names = list(IN_BACKWARD)
+    for has_penalty in (False, True):
 
-    def step(model: nn.Module, call: Call) -> Tensor:
-        tokens = token_batch(call.step, call.rank)
-        loss = next_token_loss(model(tokens), tokens)
-        if isinstance(model, StreamShard):
-            _fail_and_clear(model, call, names[call.step])
-        return call.backward(loss)
+        def step(model: Any, call: Call, has_penalty: bool = has_penalty) -> Tensor:
+            tokens = token_batch(call.step, call.rank)
+            loss = next_token_loss(model(tokens), tokens)
+            if has_penalty:
+                loss = model.penalty
+            if isinstance(model, StreamShard) and (call.step or not has_penalty):
+                _fail_and_clear(model, call, names[call.step])
+            return call.backward(loss)
 
-    assert_trains_like_plain(context, _small, step, steps=len(names), checked=(0, 2))
-
-
-class _Penalised(TinyLM):
-    """Each forward leaves a penalty, whose backward reaches a parameter before any node of an output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offset = nn.Parameter(torch.ones(4))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.penalty = self.offset.sum()
-        return super().forward(tokens)
-
-
-@on_ranks(1, 2)
-def test_a_backward_that_begins_with_a_small_gradient_keeps_it(context: RankContext) -> None:
-    """Behind a backward that has ended, and behind one that an exception has ended."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        model(token_batch(call.step, call.rank))
-        penalty: Tensor = model.penalty
-        if isinstance(model, StreamShard) and call.step == 1:
-            _fail_and_clear(model, call, "in the middle of backward")
-        return call.backward(penalty)
-
-    assert_trains_like_plain(context, _Penalised, step)
+        assert_trains_like_plain(context, _penalised, step, steps=len(names), checked=(0, 2))
 
 
 @on_ranks()

@@ -239,11 +239,12 @@ def test_copies_that_have_drifted_apart_are_named_by_a_save(context: RankContext
     assert bool((model.full_state_dict(rank0_only=False)["norm.weight"] == 1.0).all())
 
 
-@on_ranks(2, 4)
-def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
-    """As a user starts it, on two replicas of two parts, or of one."""
-    model, norms = example("tensor")["main"](STEPS, 2, context.world_size // 2)
-    assert_script_trained_like_plain(example("tensor"), model, norms)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "name", "replicas"), [(2, "tensor", 1), (4, "tensor", 2), (4, "expert", 2)])
+def test_the_example_trains_what_one_process_trains(context: RankContext, name: str, replicas: int) -> None:
+    """As a user starts it: two parts, or two parts of experts."""
+    model, norms = example(name)["main"](STEPS, 2, replicas)
+    assert_script_trained_like_plain(example(name), model, norms)
 
 
 @on_ranks(4)
