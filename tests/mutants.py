@@ -579,9 +579,9 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("_Chunk._states", Swap(", copy=not part.is_last", ""), "offload:changes_no_bit"),
         ("_Chunk.store", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("_Chunk.step", Drop("self._tensors += "), "offload:events_order"),
-        ("_plain_torch", Swap("torch.inference_mode(False), ", ""), "late_step:autocast"),
-        ("_plain_torch", Swap(", on_device, on_host:", ":"), "late_step:autocast"),
-        ("_Moments.take", Drop("if value.data_ptr()"), "late_step:moments"),
+        ("_plain_torch", Swap("torch.inference_mode(False), ", ""), "offload:autocast"),
+        ("_plain_torch", Swap(", on_device, on_host:", ":"), "offload:autocast"),
+        ("_Moments.take", Drop("if value.data_ptr()"), "offload:moments"),
     ],
     # pinned memory
     "pinned": [
