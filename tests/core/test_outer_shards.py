@@ -66,9 +66,12 @@ def outer(replicas: int, shards: int) -> dict[str, Any]:
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (2, (2, 1))])
 def test_every_way_of_training_equals_one_shard_group(context: RankContext, shape: tuple[int, int]) -> None:
+    """Sums in rank order have the same bits, too."""
     for number, way in enumerate(ON_BOTH if shape[1] > 1 else BETWEEN):
         slots = ALL_SLOTS if number % 3 == 2 else {}
         assert_like_one_group(context, way, **outer(*shape), **slots)
+    in_order = Precision(param_dtype=torch.bfloat16, sums_in_rank_order=True)
+    assert_like_one_group(context, "micro-batches", in_order, EXACT, **outer(*shape))
 
 
 @on_ranks(4)
@@ -87,13 +90,6 @@ def test_a_device_waits_for_both_levels(context: RankContext) -> None:
             model = sharded("unequal layers", BF16, **outer(2, 2))
             with streams.of(model):
                 train(model, "unequal layers", context)
-
-
-@on_ranks(4)
-def test_sums_in_rank_order_have_the_bits_of_one_shard_group(context: RankContext) -> None:
-    in_order = Precision(param_dtype=torch.bfloat16, sums_in_rank_order=True)
-    for way in ("micro-batches", "clipping"):
-        assert_like_one_group(context, way, in_order, EXACT, **outer(2, 2))
 
 
 def _accumulated_layer_by_layer(model: Any, context: RankContext) -> None:

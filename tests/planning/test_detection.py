@@ -1,4 +1,4 @@
-"""Which layers are found, in any model: every large list of them, and a word where much lies outside."""
+"""Which layers are found, in any model: large lists of them, a word where much lies outside, what settings make of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch import nn
 
 from streamshard import Precision, StreamShard
 from streamshard.conventions import conventions
-from streamshard.errors import UnitError
+from streamshard.errors import ConfigError, RankMismatchError, UnitError
 from streamshard.planning.discovery import embedding_params, find_units
 from streamshard.planning.structure import params_of, tie_on_meta
 from tests.models import DIM, Block, Layer, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import assert_trains_like_plain, engine_inside, stack_step
+from tests.reference import FP32, assert_trains_like_plain, counted_collectives, engine_inside, stack_step
+from tests.scenarios import BF16, RoutedStack
 
 
 def _units(model: nn.Module, *named: str) -> list[str]:
@@ -273,3 +274,41 @@ def test_resident_modules_are_printed_and_counted(context: RankContext) -> None:
     tied = StreamShard(TinyLM(TinyConfig(tied=True)))
     assert "; resident: embedding.weight (tied)" in repr(tied)
     assert [unit.is_streamed for unit in engine_inside(model).units] == [False, True, False, True, True, False]
+
+
+# -- small layers put together into one unit --------------------------------------------------------------------------
+
+LAYER_BYTES = 4 * (16 * 16 + 16)  # of a `Layer` in fp32
+PAIRS = 2 * LAYER_BYTES
+
+
+def _units_of(size: int | str, precision: Precision = FP32) -> list[str]:
+    model = StreamShard(Stack((16,) * 8), precision=precision, min_unit_size=size)
+    return [unit.name for unit in engine_inside(model).units[1:]]
+
+
+@on_ranks(2)
+def test_the_size_is_in_bytes_of_param_dtype(context: RankContext) -> None:
+    """A number or text, the same on all ranks. A unit is called by its first layer and its last."""
+    pairs = ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.5", "layers.6"]
+    assert _units_of(0) == _units_of(LAYER_BYTES) == _units_of("1KiB") == [f"layers.{k}" for k in range(7)]
+    assert _units_of(LAYER_BYTES + 1) == _units_of(PAIRS) == _units_of("2KB") == _units_of(LAYER_BYTES, BF16) == pairs
+    assert _units_of("1GiB") == ["layers.0 .. layers.6"]
+    for size in (-1, "small", 1.5, True, None):
+        with pytest.raises(ConfigError, match=f"min_unit_size={size!r}: wanted 0 or more bytes, or text"):
+            _units_of(size)  # type: ignore[arg-type]
+    with pytest.raises(RankMismatchError, match="different settings: rank 0 has min_unit_size="):
+        _units_of(context.rank)
+
+
+@on_ranks(2)
+def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
+    """A unit is gathered twice, but for the two that stay at the turn, and reduced once, in whatever order it runs."""
+    for order in ([1, 0, 3, 2, 5, 4, 7, 6], [0, 1, 0, 1, 2, 3, 4, 4, 6]):
+        model: Any = StreamShard(RoutedStack(8), precision=FP32, min_unit_size=PAIRS)
+        for number in range(3):
+            model.route = order if number == 2 else range(8)
+            with counted_collectives(model) as counts:
+                stack_step(model, context.call(number))
+        assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1, order  # the root unit, the flags
+        assert counts["reduce_scatter"] == 4 + 1, order
