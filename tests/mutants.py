@@ -315,10 +315,10 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("need_weights", Swap(" or unit.grads.slot.weights is not None", ""), "graphs"),
     ],
     "core/engine": [
-        ("Changes.find", Swap("self._unseen.union", "set().union"), "outer_shards:only_ranks_with"),
-        ("Changes.find", Swap("now[kind] != before.get(kind)", "not before"), "outer_shards:only_ranks_with"),
+        ("Changes.find", Swap("self._unseen.union", "set().union"), "replicas:only_ranks_with"),
+        ("Changes.find", Swap("now[kind] != before.get(kind)", "not before"), "replicas:only_ranks_with"),
         ("Engine.expire_slots", Drop("slot.move(WeightState.EMPTY, None)"), "programs"),
-        ("Engine.expire_weights", Drop("self._changes.forget()"), "outer_shards:only_ranks_with"),
+        ("Engine.expire_weights", Drop("self._changes.forget()"), "replicas:only_ranks_with"),
         ("Engine.set_synced", Drop("if is_synced:"), "invariants loops programs graphs dial"),
         ("Engine.finish_reading", Swap("unit.is_sent_as_is or ", ""), "shared_memory"),
         (
@@ -361,16 +361,16 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/loop": [("note_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
-        ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "outer_shards:cross"),
-        ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "outer_shards:take_turns"),
-        ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "outer_shards:every_way"),
+        ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "replicas:cross"),
+        ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "replicas:take_turns"),
+        ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "replicas:every_way"),
         (
             "OuterShards.begin_reduction",
             Swap("setdefault(unit.index, adds)", "setdefault(unit.index, False)"),
-            "outer_shards:fails",
+            "replicas:fails",
         ),
-        ("OuterShards.forget", Drop("self._main_adds.clear()"), "outer_shards:fails"),
-        ("OuterShards._start", Drop("self._under_way["), "outer_shards:every_way"),
+        ("OuterShards.forget", Drop("self._main_adds.clear()"), "replicas:fails"),
+        ("OuterShards._start", Drop("self._under_way["), "replicas:every_way"),
     ],
     "core/reductions": [
         ("Reductions.summing", Drop("self.divide_by(before)"), "transformers:training_equals"),
@@ -398,7 +398,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UsedParams.finish", Swap("unit.grads.may_have_grad(param)", "param.unsharded.requires_grad"), "programs"),
     ],
     "core/replicas": [
-        ("OverReplicas.finish_before", Drop("self.flush()"), "outer_shards:every_way"),
+        ("OverReplicas.finish_before", Drop("self.flush()"), "replicas:every_way"),
         ("OverReplicas.add", Drop("self._reduced.record(*reduction)"), "replicas"),
         ("OverReplicas.finish", Swap("arrived in", "_ in"), "replicas"),
         ("OverReplicas.finish", Swap("sorted(self._left)", "()"), "replicas"),

@@ -1,4 +1,4 @@
-"""Which layers are found, in any model: large lists of them, a word where much lies outside, what settings make of them."""
+"""Which layers are found, in any model, and what settings make of them; a word where much lies outside."""
 
 from __future__ import annotations
 
