@@ -140,7 +140,7 @@ _SEEN = [
 @on_ranks()
 @pytest.mark.parametrize(("world_size", "file", "number", "rule"), _SEEN)
 def test_each_line_that_waits_is_needed(context: RankContext, file: str, number: int, rule: int) -> None:
-    """`test_matrix`, `test_replicas`, `test_outer_shards` and `test_offload` break no rule with it."""
+    """`test_matrix`, `test_replicas` and `test_offload` break no rule with it."""
     assert any(Rule(rule) in _broken(context, *way, file, number) for way in _RUNS[file])
 
 

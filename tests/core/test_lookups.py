@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from streamshard.config import Precision
 from streamshard.core import graph_hooks
+from tests.core.test_tied import kept_graph, twice, two_passes
 from tests.models import TinyConfig, UsingLM, token_batch
 from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
@@ -47,11 +48,6 @@ def _model(*embedding: Any, tied: bool = False, **uses: Any) -> UsingLM:
     return UsingLM(TinyConfig(vocabulary=ROWS, tied=tied), *embedding, **uses)
 
 
-def _twice(model: Any, tokens: Tensor) -> Tensor:
-    out: Tensor = model.embedding(tokens) + 0.5 * model.embedding(tokens.flip(1))
-    return out
-
-
 def _padded(rows: int, dim: int) -> nn.Module:
     return nn.Embedding(rows, dim, padding_idx=int(token_batch(0, 0)[0, 0]))
 
@@ -68,11 +64,6 @@ def _with_gradient_inside(model: Any, tokens: Tensor) -> Tensor:
     return rows + grad.square().mean()
 
 
-def _two_passes(model: Any, call: Call) -> Tensor:
-    first, second = (model(token_batch(call.step + extra, call.rank)).square().mean() for extra in (0, 100))
-    return call.backward(first + second)
-
-
 def _freeze_between(model: Any, call: Call) -> Tensor:
     with no_sync(model):
         loss = model(token_batch(call.step + 100, call.rank)).square().mean()
@@ -86,13 +77,13 @@ def _freeze_between(model: Any, call: Call) -> Tensor:
 MODELS: dict[str, tuple[Any, ...]] = {
     "an embedding": (_model, 3),
     "tied, with a row for padding": (lambda: _model(_padded, tied=True), 3),
-    "tied, called twice": (lambda: _model(embed=_twice, tied=True), 6),
+    "tied, called twice": (lambda: _model(embed=twice, tied=True), 6),
     "by the number of tokens": (lambda: _model(lambda r, d: nn.Embedding(r, d, scale_grad_by_freq=True)), 0),
     "read": (lambda: _model(embed=lambda m, t: F.embedding(t, m.embedding.weight)), 0),
     "saved on the CPU": (lambda: _model(embed=_on_cpu), 0),
     "a gradient inside": (lambda: _model(embed=_with_gradient_inside), 3),
     "a gradient inside, tied": (lambda: _model(embed=_with_gradient_inside, tied=True), 3),
-    "two passes": (lambda: _model(tied=True), 6, _two_passes),
+    "two passes": (lambda: _model(tied=True), 6, two_passes),
     "frozen before a backward": (_model, 3, _freeze_between, ALL_SLOTS),
 }
 
@@ -133,18 +124,11 @@ def _accumulate(model: Any, call: Call) -> Tensor:
     return lm_step(model, call)
 
 
-def _again(model: Any, call: Call) -> Tensor:
-    loss = model(token_batch(call.step, call.rank)).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return loss.detach()  # type: ignore[no-any-return]
-
-
 STEPS: dict[str, tuple[Callable[[Any, Call], Tensor], dict[str, Any]]] = {
     "two slots": (lm_step, {}),
     "all slots, bf16 gradients": (_accumulate, {**ALL_SLOTS, "precision": Precision(grad_dtype=torch.bfloat16)}),
     "accumulation": (_accumulate, {}),
-    "one graph, two backwards": (_again, {"weight_slots": "all"}),
+    "one graph, two backwards": (kept_graph, {"weight_slots": "all"}),
 }
 
 

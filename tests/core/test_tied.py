@@ -32,7 +32,7 @@ def _rows(model: Any, tokens: Tensor) -> Tensor:
 _tied = functools.partial(UsingLM, TinyConfig(tied=True))
 
 
-def _twice(model: Any, tokens: Tensor) -> Tensor:
+def twice(model: Any, tokens: Tensor) -> Tensor:
     return _rows(model, tokens) + 0.5 * _rows(model, tokens.flip(1))
 
 
@@ -75,13 +75,13 @@ def _by_two_heads(model: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _two_passes(model: nn.Module, call: Call) -> Tensor:
+def two_passes(model: nn.Module, call: Call) -> Tensor:
     batches = [token_batch(call.step + 50 * k, call.rank) for k in range(2)]
     first, second = (next_token_loss(model(tokens), tokens) for tokens in batches)
     return call.backward(first + 0.5 * second)
 
 
-def _kept_graph(model: nn.Module, call: Call) -> Tensor:
+def kept_graph(model: nn.Module, call: Call) -> Tensor:
     tokens = token_batch(call.step, call.rank)
     loss = next_token_loss(model(tokens), tokens)
     call.backward(loss, retain_graph=True)
@@ -138,13 +138,13 @@ class _Way(NamedTuple):
 
 WAYS = {
     "a head": _Way(_tied, 3),
-    "rows looked up twice": _Way(lambda: _tied(embed=_twice), 3),
-    "the same with three slots": _Way(lambda: _tied(embed=_twice), 3, slots=3),
-    "the same with all slots": _Way(lambda: _tied(embed=_twice), 0, slots="all"),
+    "rows looked up twice": _Way(lambda: _tied(embed=twice), 3),
+    "the same with three slots": _Way(lambda: _tied(embed=twice), 3, slots=3),
+    "the same with all slots": _Way(lambda: _tied(embed=twice), 0, slots="all"),
     "rows looked up by a function": _Way(lambda: _tied(embed=lambda m, t: F.embedding(t, m.embedding.weight)), 3),
     "a head in chunks": _Way(lambda: _tied(head=_in_chunks), 3),
-    "two passes": _Way(_tied, 3, _two_passes),
-    "a kept graph": _Way(_tied, 4, _kept_graph),
+    "two passes": _Way(_tied, 3, two_passes),
+    "a kept graph": _Way(_tied, 4, kept_graph),
     "a hook with a view of the weight": _Way(lambda: _tied(embed=_hooked), 0),
     "a recomputed embedding": _Way(lambda: _tied(embed=_recomputed), 0),
     "chunks in reentrant checkpoints": _Way(lambda: _tied(head=_in_reentrant_chunks), 0),
@@ -195,7 +195,7 @@ def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankCont
 
     with mock.patch.object(UnitGrads, "write_early", write_early):
         for step in range(3):
-            _kept_graph(model, context.call(step))
+            kept_graph(model, context.call(step))
     assert pending and all(before > 0 and after == 0 for before, after in pending)
 
 
@@ -217,7 +217,7 @@ def test_a_tied_weight_that_is_kept_raises_behind_its_backward(context: RankCont
 @on_ranks(2)
 def test_events_order_a_gradient_in_the_place_of_its_weight(context: RankContext) -> None:
     with simulated_device() as device, checking_streams(device) as checker, _counting() as counts:
-        model = sharded_model(lambda: _tied(embed=_twice), precision=BF16)
+        model = sharded_model(lambda: _tied(embed=twice), precision=BF16)
         with checker.of(model):
             for step in range(3):
                 lm_step(model, context.call(step))

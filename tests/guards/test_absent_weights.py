@@ -32,8 +32,6 @@ from tests.reference import (
     stack_step,
 )
 
-each_slots = pytest.mark.parametrize(("world_size", "slots"), [(1, 2), (2, 2)])
-
 
 class Reading(Stack):
     """The root computes with a layer's weight, before the layers run or after them."""
@@ -86,11 +84,10 @@ REFUSED: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@on_ranks()
-@each_slots
-def test_computing_with_a_weight_while_its_layer_does_not_run_raises(context: RankContext, slots: Any) -> None:
+@on_ranks(1, 2)
+def test_computing_with_a_weight_while_its_layer_does_not_run_raises(context: RankContext) -> None:
     """By name, with what to do about it; the model is as it was."""
-    model: Any = StreamShard(Reading(READERS["linear"]), precision=FP32, weight_slots=slots)
+    model: Any = StreamShard(Reading(READERS["linear"]), precision=FP32, weight_slots=2)
     before = model.full_state_dict(rank0_only=False)
     for read in (READERS | REFUSED).values():
         for first, has_grad in ((True, True), (False, True), (True, False)):
@@ -182,12 +179,11 @@ class Keeping(Layer):
         return x
 
 
-@on_ranks()
-@each_slots
-def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContext, slots: Any) -> None:
+@on_ranks(1, 2)
+def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContext) -> None:
     """In the layers that follow, in the pass that follows, and outside; with gradients and without."""
     shelf: list[Any] = []
-    model = sharded_model(stack_of(lambda: Keeping(shelf, 1)), weight_slots=slots)
+    model = sharded_model(stack_of(lambda: Keeping(shelf, 1)), weight_slots=2)
     for has_grad in (True, False):
         for distance in (1, 2):
             for layer in model.layers:
@@ -204,9 +200,8 @@ def test_a_weight_that_is_kept_raises_when_its_layer_is_over(context: RankContex
         kept.norm()
 
 
-@on_ranks()
-@each_slots
-def test_a_weight_that_is_kept_in_place_raises_when_gradients_have_its_slot(context: RankContext, slots: Any) -> None:
+@on_ranks(1, 2)
+def test_a_weight_that_is_kept_in_place_raises_when_gradients_have_its_slot(context: RankContext) -> None:
     """Of the root unit and of a resident layer. Until backward it has its values, and again in the next pass."""
     kept: list[Tensor] = []
 
@@ -216,7 +211,7 @@ def test_a_weight_that_is_kept_in_place_raises_when_gradients_have_its_slot(cont
     def build() -> Any:
         return Reading(read, first=False)
 
-    model: Any = StreamShard(build(), precision=FP32, weight_slots=slots, resident=["layers.1"])
+    model: Any = StreamShard(build(), precision=FP32, weight_slots=2, resident=["layers.1"])
     model(vector_batch(0, context.rank))
     whole = model.full_state_dict(rank0_only=False)
     wanted = whole["head.weight"], whole["layers.1.linear.weight"]
@@ -230,7 +225,7 @@ def test_a_weight_that_is_kept_in_place_raises_when_gradients_have_its_slot(cont
                 weight.detach()
             assert weight.shape == value.shape and isinstance(weight, nn.Parameter)
         call.backward(loss)
-    assert_trains_like_plain(context, build, stack_step, resident=["layers.1"], weight_slots=slots)
+    assert_trains_like_plain(context, build, stack_step, resident=["layers.1"], weight_slots=2)
 
 
 class Prompt(nn.Module):

@@ -1,20 +1,20 @@
-"""Every change of a model's modules is listed; guards change no number."""
+"""Every change of a model's modules is listed, and right for recurrent layers; guards change no number."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from streamshard import Precision, StreamShard, register_forward_method
 from streamshard.core import backward as backward_module
 from streamshard.core import edge, forward
-from streamshard.errors import ShardingError
 from streamshard.guards import sharded_tensor
 from streamshard.guards.loop import Members
 from streamshard.guards.modules import HANDLE
@@ -23,7 +23,13 @@ from streamshard.planning.structure import modules_of
 from streamshard.torch_private import AsTensors
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import adamw, lm_step
+from tests.reference import (
+    Call,
+    adamw,
+    assert_trains_like_plain,
+    case,
+    lm_step,
+)
 from tests.simulated import simulated_device
 
 _HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_pre_hooks")
@@ -72,14 +78,55 @@ def test_modules_change_in_a_few_places(context: RankContext, kind: type[nn.Modu
     assert before.keys() <= after.keys()
 
 
-@on_ranks(1)
-def test_a_model_moves_to_its_device_whatever_the_default_dtype(context: RankContext) -> None:
-    """It is cast by no move."""
-    model = StreamShard(Stack())
-    torch.set_default_dtype(torch.bfloat16)
-    model.to("cpu")
-    with pytest.raises(ShardingError, match=r"cannot be moved or cast to torch.bfloat16"):
-        model.to(torch.bfloat16)
+class Flat(nn.LSTM):
+    """Does on the CPU what flatten_parameters() does with cuDNN: its weights become views of a buffer of their own."""
+
+    def flatten_parameters(self) -> None:
+        weights: list[Any] = self._flat_weights
+        if any(not isinstance(weight, Tensor) for weight in weights) or len(weights) != len(self._flat_weights_names):
+            return
+        with torch.no_grad():
+            flat = torch.cat([weight.reshape(-1) for weight in weights])
+            for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
+                weight.set_(part.view(weight.shape))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.rnn = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rnn.flatten_parameters()
+        return torch.tanh(x + self.rnn(x)[0])
+
+
+RECURRENT: dict[str, Callable[[], nn.RNNBase]] = {
+    "flat weights": lambda: Flat(8, 8, batch_first=True),
+    "a weight made of others": lambda: weight_norm(nn.LSTM(8, 8, batch_first=True), "weight_hh_l0"),
+}
+
+
+@on_ranks(1, 2)
+def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankContext) -> None:
+    """Although they hold their weights in a list as well, and on GPUs lay them out for cuDNN."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        torch.manual_seed(100 * call.step + call.rank)
+        return call.backward(model(torch.randn(3, 5, 8)).square().mean())
+
+    for name, layer in RECURRENT.items():
+
+        def build(layer: Callable[[], nn.RNNBase] = layer) -> nn.Module:
+            last = Flat(8, 8, batch_first=True)  # outside of the units
+            return nn.Sequential(*(Recurrent(layer()) for _ in range(3)), Recurrent(last), nn.Linear(8, 1))
+
+        with case(name):
+            units = ["0", "1", "2"]
+            model: Any = assert_trains_like_plain(context, build, step, units=units, weight_slots=2)
+            if name != "a weight made of others":  # which would be made outside of a forward
+                model.to("cpu")  # resets what recurrent layers know of their weights
+            step(model, context.call(9))
 
 
 # -- without guards ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which layers are found, in any model: every large list of them, and a word where much lies outside."""
+"""Which layers are found, in any model, and what settings make of them; a word where much lies outside."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ import pytest
 import torch
 from torch import nn
 
+from streamshard import Precision, StreamShard
 from streamshard.conventions import conventions
+from streamshard.errors import ConfigError, RankMismatchError, UnitError
 from streamshard.planning.discovery import embedding_params, find_units
 from streamshard.planning.structure import params_of, tie_on_meta
-from tests.models import Block, Layer, TinyConfig, TinyLM
+from tests.models import DIM, Block, Layer, Stack, TinyConfig, TinyLM
+from tests.ranks import RankContext, on_ranks
+from tests.reference import FP32, assert_trains_like_plain, counted_collectives, engine_inside, stack_step
+from tests.scenarios import BF16, RoutedStack
 
 
 def _units(model: nn.Module, *named: str) -> list[str]:
@@ -158,3 +163,152 @@ def test_units_can_be_given_in_every_form() -> None:
         assert [unit.name for unit in find_units(model, given)[1:]] == BLOCKS, given
     assert _units(model, "head", "Block") == [*BLOCKS, "head"]
     assert _units(Parts(Linear=nn.LayerNorm(4), other=nn.Linear(4, 4)), "Linear") == ["Linear"]  # a module's name first
+
+
+# -- what `resident` makes of modules: units, or parts of the root unit -----------------------------------------------
+
+
+class Wide(Stack):
+    """Layers, a gate beside them that is used first, and a norm that is tied to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Layer()
+        self.empty = nn.Identity()
+        self.first, self.second = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
+        self.second.weight, self.second.bias = self.first.weight, self.first.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.second(self.first(self.gate(x))))
+
+
+LAYERS = [f"layers.{k}" for k in range(4)]
+
+
+def _resident(resident: Any, **settings: Any) -> list[str]:
+    """Units, those that are resident with a star."""
+    return [unit.name + "*" * unit.is_resident for unit in find_units(Wide(), None, resident, **settings)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("resident", "wanted"),
+    [
+        ((), ["layers.0", "layers.1", "layers.2", "layers.3", "gate.linear*"]),
+        ("layers.1", ["layers.0", "layers.1*", "layers.2", "layers.3", "gate.linear*"]),
+        (
+            ["layers.1.linear", "layers.1", "head", "gate.linear"],
+            ["layers.0", "layers.1*", "layers.2", "layers.3", "head*", "gate.linear*"],
+        ),
+        (Layer, [*(f"{name}*" for name in LAYERS), "gate*"]),
+    ],
+)
+def test_modules_named_in_resident_are_resident(resident: Any, wanted: list[str]) -> None:
+    assert _resident(resident) == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "units", "resident", "wanted"),
+    [
+        ({"image": (5, 1024)}, None, (), {"image"}),  # 5 of 21 layers
+        ({"image": (6, 1024)}, None, (), set()),
+        ({"image": (12, 1023)}, None, (), {"image"}),  # less than a million parameters per layer
+        ({"image": (5, 1024)}, [nn.Linear], (), set()),
+        ({"image": (6, 1024)}, [nn.Linear], ["image"], {"image"}),
+    ],
+)
+def test_layers_of_small_towers_are_resident(sizes: Any, units: Any, resident: Any, wanted: set[str]) -> None:
+    """Unless the user names the units. So are all layers of a module named in `resident`."""
+    with torch.device("meta"):
+        towers = {name: _layers(*size) for name, size in {**sizes, "main": (16, 1024)}.items()}
+        found = find_units(Parts(**towers), units, resident)[1:]
+    assert len(found) == 16 + sum(count for count, _ in sizes.values())
+    assert {unit.name.partition(".")[0] for unit in found if unit.is_resident} == wanted
+
+
+def test_parameters_of_a_resident_module_inside_a_layer_lie_in_the_root_unit() -> None:
+    """Their layer is streamed, also together with others. Layers around a resident one are put together apart."""
+    model = nn.Sequential(*(nn.Sequential(Layer(), nn.LayerNorm(DIM)) for _ in range(4)))
+    for size in (0, 2000):
+        root_unit, *found = find_units(model, [nn.Sequential], ["0.1", "2.1"], min_numel=size)
+        assert {param.names[0] for param in root_unit.params} == {
+            f"{k}.1.{name}" for k in (0, 2) for name in ("weight", "bias")
+        }
+        assert not any(unit.is_resident for unit in found)
+    together = ["layers.0 .. layers.1", "layers.2*", "layers.3", "gate.linear*"]
+    assert _resident(["layers.2", "gate.linear"], min_numel=2 * DIM * DIM) == together
+
+
+@pytest.mark.parametrize(
+    ("resident", "message"),
+    [
+        (["layers.7"], "resident names 'layers.7', which is neither a module inside the model nor the class"),
+        (["empty"], "unit 'empty' has no parameters"),
+        (["gate", "gate.linear"], "unit 'gate' overlaps unit 'gate.linear', which lies inside it"),
+        ("", "the whole model"),
+    ],
+)
+def test_an_impossible_resident_module_is_named(resident: Any, message: str) -> None:
+    with pytest.raises(UnitError, match=re.escape(message)):
+        find_units(Wide(), None, resident)
+
+
+@on_ranks(2)
+def test_it_trains_like_plain_pytorch(context: RankContext) -> None:
+    """Layers, what is beside them, and pairs of layers around a resident one; units of any kind; with no parameters."""
+    for settings in (
+        {"units": ["head", "layers.1", "layers.2.linear"]},
+        {"resident": ["layers.1", "head"]},
+        {"resident": ["layers.2"], "min_unit_size": 8 * DIM * DIM},
+        {"resident": ["first", "layers.1.linear"]},
+    ):
+        assert_trains_like_plain(context, Wide, stack_step, **settings)
+
+
+@on_ranks(2)
+def test_resident_modules_are_printed_and_counted(context: RankContext) -> None:
+    """In its own slots, which do not size the others."""
+    model = StreamShard(Wide(), precision=Precision(), resident=["layers.1"])
+    assert "units: 4 x Layer, Linear and the root unit; resident: layers.1, gate.linear" in repr(model)
+    several = StreamShard(Wide(), resident=["layers.1", "layers.3"])
+    assert "; resident: layers.*, gate.linear" in repr(several)
+    tied = StreamShard(TinyLM(TinyConfig(tied=True)))
+    assert "; resident: embedding.weight (tied)" in repr(tied)
+    assert [unit.is_streamed for unit in engine_inside(model).units] == [False, True, False, True, True, False]
+
+
+# -- small layers put together into one unit --------------------------------------------------------------------------
+
+LAYER_BYTES = 4 * (16 * 16 + 16)  # of a `Layer` in fp32
+PAIRS = 2 * LAYER_BYTES
+
+
+def _units_of(size: int | str, precision: Precision = FP32) -> list[str]:
+    model = StreamShard(Stack((16,) * 8), precision=precision, min_unit_size=size)
+    return [unit.name for unit in engine_inside(model).units[1:]]
+
+
+@on_ranks(2)
+def test_the_size_is_in_bytes_of_param_dtype(context: RankContext) -> None:
+    """A number or text, the same on all ranks. A unit is called by its first layer and its last."""
+    pairs = ["layers.0 .. layers.1", "layers.2 .. layers.3", "layers.4 .. layers.5", "layers.6"]
+    assert _units_of(0) == _units_of(LAYER_BYTES) == _units_of("1KiB") == [f"layers.{k}" for k in range(7)]
+    assert _units_of(LAYER_BYTES + 1) == _units_of(PAIRS) == _units_of("2KB") == _units_of(LAYER_BYTES, BF16) == pairs
+    assert _units_of("1GiB") == ["layers.0 .. layers.6"]
+    for size in (-1, "small", 1.5, True, None):
+        with pytest.raises(ConfigError, match=f"min_unit_size={size!r}: wanted 0 or more bytes, or text"):
+            _units_of(size)  # type: ignore[arg-type]
+    with pytest.raises(RankMismatchError, match="different settings: rank 0 has min_unit_size="):
+        _units_of(context.rank)
+
+
+@on_ranks(2)
+def test_tiny_layers_do_not_pay_a_collective_each(context: RankContext) -> None:
+    """A unit is gathered twice, but for the two that stay at the turn, and reduced once, in whatever order it runs."""
+    for order in ([1, 0, 3, 2, 5, 4, 7, 6], [0, 1, 0, 1, 2, 3, 4, 4, 6]):
+        model: Any = StreamShard(RoutedStack(8), precision=FP32, min_unit_size=PAIRS)
+        for number in range(3):
+            model.route = order if number == 2 else range(8)
+            with counted_collectives(model) as counts:
+                stack_step(model, context.call(number))
+        assert counts["all_gather"] == 2 * 4 - 2 + 1 + 1, order  # the root unit, the flags
+        assert counts["reduce_scatter"] == 4 + 1, order

@@ -27,7 +27,7 @@ from tests.reference import adamw, engine_inside
 from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
 from tests.tools.test_plan import SLOTS, Sent, _assert_equal, _config
-from tests.training import test_expert_parallel as experts
+from tests.training import test_experts_and_context as experts
 from tests.training import test_tensor_parallel as tensors
 
 BATCH, SEQ = 4, 128

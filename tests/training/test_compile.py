@@ -42,7 +42,7 @@ def _compile_layers(model: Any) -> None:
 
 @on_ranks(2)
 def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContext) -> None:
-    """Layers in checkpoints, and the whole model, whose graphs break at units."""
+    """Layers in checkpoints, and the whole model, whose graphs break at units; there the optimizer's step too."""
     let_dynamo_look()
     assert_trains_like_plain(
         context, lambda: RoutedStack(3, reentrant=False), stack_step, prepare=only_sharded(_compile_layers)
@@ -54,7 +54,13 @@ def test_compiled_layers_and_models_train_like_plain_pytorch(context: RankContex
             model = compiled.setdefault(id(model), torch.compile(model, backend=BACKEND))  # a module around it
         return stack_step(model, call)
 
-    assert_trains_like_plain(context, lambda: Stack(SMALL), step)
+    def make(model: nn.Module) -> Any:
+        optimizer: Any = adamw(model)
+        if isinstance(model, StreamShard):
+            optimizer.step = torch.compile(optimizer.step, backend="eager")
+        return optimizer
+
+    assert_trains_like_plain(context, lambda: Stack(SMALL), step, optimizer=make)
 
 
 @on_ranks(2)
@@ -113,16 +119,3 @@ def test_compiled_autograd_is_refused_when_a_forward_begins(context: RankContext
             loss.backward()
         assert "compiled autograd" in str(explain_version(raised.value))
     stack_step(model, context.call(0))
-
-
-@on_ranks(2)
-def test_a_compiled_optimizer_step(context: RankContext) -> None:
-    """From the first step on."""
-
-    def compiled(model: nn.Module) -> Any:
-        optimizer: Any = adamw(model)
-        if isinstance(model, StreamShard):
-            optimizer.step = torch.compile(optimizer.step, backend="eager")
-        return optimizer
-
-    assert_trains_like_plain(context, Stack, stack_step, optimizer=compiled)

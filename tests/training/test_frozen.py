@@ -1,29 +1,41 @@
-"""Frozen parameters cost little: kept and gathered in the dtype that they came in, never reduced."""
+"""Frozen weights cost little: they keep the dtype or packed form that they came in, and nothing reduces them."""
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from streamshard import StreamShard
+from streamshard import StreamShard, export_safetensors, load_checkpoint, save_checkpoint
 from streamshard.comm.streams import Collective
-from streamshard.errors import ShardingError
+from streamshard.errors import CheckpointError, ShardingError
 from tests.adversary import make_adversarial
+from tests.models import DIM, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
+    FP32,
+    adamw,
     assert_same,
+    assert_trains_like_plain,
+    built,
     engine_inside,
     full_weights,
     heard_collectives,
+    sharded_model,
     stack_step,
     train_stack,
 )
 from tests.scenarios import BF16, PRECISIONS, AdapterStack
+from tests.simulated import backward_elsewhere, late, simulated_device
 
 
 @on_ranks()
@@ -93,3 +105,231 @@ def test_training_a_parameter_that_was_frozen_at_sharding_time_raises(context: R
         base.weight.requires_grad_(name == "bias")
     stack_step(model, context.call(1))
     assert base.weight.grad is None and model.layers[1].linear.up.grad is not None
+
+
+# -- packed weights: their bytes stay, and adapters on them train as in one process -----------------------------------
+
+_WIDTH = 64  # bitsandbytes quantizes blocks of 64 elements
+
+
+class _Base(nn.Module):
+    """What the models below have in common: layers with a packed base and an adapter each, and a frozen head."""
+
+    is_checkpointed = False
+
+    def __init__(self, bases: list[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, _WIDTH)
+        self.layers = nn.ModuleList(_Adapted(base) for base in bases)
+        self.head = nn.Linear(_WIDTH, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class _Adapted(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(_WIDTH, 4, bias=False), nn.Linear(4, _WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.base(x) + self.up(self.down(x)))
+        return out
+
+
+def _four_bit(storage: torch.dtype = torch.uint8, *, nested: bool = True, checkpointed: bool = False) -> nn.Module:
+    """A model whose layers have bases of bitsandbytes, quantized as `load_in_4bit` does it."""
+    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
+    options = {"compress_statistics": nested, "quant_type": "nf4", "quant_storage": storage}
+    bases = [bnb.nn.Linear4bit(_WIDTH, _WIDTH, compute_dtype=torch.float32, **options) for _ in range(3)]
+    model = _Base([base.requires_grad_(False) for base in bases]).to("cpu")
+    model.is_checkpointed = checkpointed
+    return model
+
+
+class _Buffers(nn.Module):
+    """A linear layer as GPTQ and AWQ keep it: 4-bit weights and zeros in words, and scales for groups of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, rows in (("qweight", _WIDTH // 8), ("qzeros", 1)):
+            self.register_buffer(name, torch.randint(-(2**31), 2**31 - 1, (rows, _WIDTH), dtype=torch.int32))
+        self.register_buffer("scales", torch.full((1, _WIDTH), 0.02, dtype=torch.float16))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Holds Parameters, as HQQ's layers give them."""
+        return super().state_dict(*args, **{**kwargs, "keep_vars": True})
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32)[:, None]
+        weight = ((self.qweight.unsqueeze(1) >> shifts) & 15).flatten(0, 1) - (self.qzeros & 15)
+        return F.linear(x, (weight * self.scales).to(x.dtype).t())
+
+
+def _as_parameters(model: nn.Module) -> nn.Module:
+    """As docs/guide/peft.md says."""
+    for module in model.modules():
+        if "qweight" in module._buffers:
+            packed = module._buffers.pop("qweight")
+            module.register_parameter("qweight", nn.Parameter(packed, requires_grad=False))
+    return model
+
+
+def _torchao(name: str, *, checkpointed: bool = False) -> nn.Module:
+    torchao: Any = pytest.importorskip("torchao.quantization", reason="needs torchao: pip install streamshard[test]")
+    model = _Base([nn.Linear(_WIDTH, _WIDTH).requires_grad_(False) for _ in range(3)])
+    for layer in model.layers:
+        if name == "NF4Tensor":
+            weight = torchao.NF4Tensor.from_tensor(layer.base.weight.data, 64, 32)
+            layer.base.weight = nn.Parameter(weight, requires_grad=False)
+        else:
+            torchao.quantize_(layer.base, getattr(torchao, name)())
+    model.is_checkpointed = checkpointed
+    return model
+
+
+def _packed(model: nn.Module) -> dict[str, Tensor]:
+    parts = (".base.weight", "data", "qweight")
+    full = {name: each.view(torch.uint8) for name, each in full_weights(model).items() if name.endswith(parts)}
+    assert len(full) == 3
+    return full
+
+
+FORMS: dict[str, Any] = {
+    "uint8": lambda: _four_bit(),
+    "bf16 storage, not nested": lambda: _four_bit(torch.bfloat16, nested=False, checkpointed=True),
+    "buffers as parameters": lambda: _as_parameters(_Base([_Buffers() for _ in range(3)])),
+    "torchao int8": lambda: _torchao("Int8WeightOnlyConfig"),
+    "torchao intx": lambda: _torchao("IntxWeightOnlyConfig"),
+    "torchao nf4": lambda: _torchao("NF4Tensor", checkpointed=True),
+}
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world_size", "form"), [(1 + 2 * (number % 2), form) for number, form in enumerate(FORMS)] + [(2, "uint8")]
+)
+def test_adapters_on_packed_weights_train_as_in_one_process(context: RankContext, form: str) -> None:
+    """In training, evaluation and generation no packed byte changes."""
+    model = assert_trains_like_plain(context, FORMS[form], stack_step, optimizer=adamw)
+    model.eval()  # in eval mode bitsandbytes would repack the weights, on some CPUs
+    with torch.no_grad():
+        model(vector_batch(9, context.rank))
+    assert_same(_packed(model), _packed(built(FORMS[form])), "bytes", EXACT)
+    assert set(model.full_state_dict(rank0_only=False)) == set(built(FORMS[form]).state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["uint8", "torchao nf4"])
+def test_rank_0_has_the_scales_of_all_ranks(context: RankContext, form: str) -> None:
+    """Ranks with other seeds, which have quantized other weights."""
+    torch.manual_seed(context.rank)
+    model = StreamShard(FORMS[form](), precision=FP32)
+    out = model(vector_batch(0, 0))
+    outs = [torch.empty_like(out) for _ in range(2)]
+    torch.distributed.all_gather(outs, out.detach())
+    assert torch.equal(*outs)
+    torch.manual_seed(0)
+    assert torch.allclose(out, FORMS[form]()(vector_batch(0, 0)), atol=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["uint8", "torchao int8"])
+def test_a_checkpoint_keeps_packed_bytes_and_refuses_other_scales(
+    context: RankContext, form: str, tmp_path: Path
+) -> None:
+    model = sharded_model(FORMS[form])
+    optimizer = adamw(model)
+    stack_step(model, context.call(0))
+    optimizer.step()
+    save_checkpoint(tmp_path, model, optimizer)
+    weight = model.layers[0].base.weight  # classes of bitsandbytes copy in a way of their own
+    with pytest.raises(ShardingError, match=r"copy\(\) of parameter 'layers.0.base.weight' .*copy.deepcopy\(\)"):
+        copy.copy(weight)
+    assert torch.equal(copy.deepcopy(weight), weight)
+    again = sharded_model(FORMS[form])
+    load_checkpoint(tmp_path, again, adamw(again))
+    assert_same(full_weights(again), full_weights(model), "state", EXACT)
+    torch.manual_seed(11)
+    with pytest.raises(CheckpointError, match="quantized with other scales"):
+        load_checkpoint(tmp_path, other := StreamShard(FORMS[form](), precision=FP32), adamw(other))
+
+
+def test_packed_weights_that_cannot_be_sharded_are_refused_by_name() -> None:
+    """Before any other rank is met."""
+    bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
+    repacked: Any = _four_bit()
+    repacked.layers[0].base.weight.quant_state.packing_format_for_cpu = True
+    eight_bit = nn.Sequential(bnb.nn.Linear8bitLt(_WIDTH, _WIDTH, has_fp16_weights=False))
+    eight_bit[0].weight.data = torch.zeros(_WIDTH, _WIDTH, dtype=torch.int8)
+    strided: Any = _torchao("Int8WeightOnlyConfig")
+    weight = strided.layers[1].base.weight
+    weight.scale = weight.scale.expand(_WIDTH, 2)
+    for model, said in (
+        (nn.Sequential(bnb.nn.Linear4bit(_WIDTH, _WIDTH)), r"'0\.weight' is not quantized yet"),
+        (repacked, r"layers\.0\.base\.weight' was repacked for a CPU"),
+        (eight_bit, r"'0\.weight' is a Int8Params"),
+        (_torchao("Int8WeightOnlyConfig").requires_grad_(True), r"'layers\.0\.base\.weight' is a Int8Tensor"),
+        (strided, r"'layers\.1\.base\.weight' is a Int8Tensor"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            StreamShard(model)
+
+
+# -- torchao's tensors, which consist of others -----------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["torchao int8", "torchao nf4"])
+def test_parts_are_guarded_as_weights_are(context: RankContext, form: str) -> None:
+    """Reads by another layer, and writes by the own one, of the part in the slot; torch sees neither."""
+    model = sharded_model(FORMS[form], weight_slots=2)
+    kinds = {type(layer.base.weight).__name__ for layer in model.layers}
+    assert kinds == {"Int8Tensor" if "int8" in form else "NF4Tensor"}
+    part = "qdata" if "int8" in form else "quantized_data"
+
+    def read(module: nn.Module, args: Any) -> None:
+        getattr(model.layers[2].base.weight, part).sum()
+
+    def write(module: Any, args: Any) -> None:
+        getattr(module.base.weight, part).add_(1)
+
+    for hook, message in ((read, "layers.2.base.weight' is computed with"), (write, "layers.1.base.weight' was chang")):
+        handle = model.layers[1].register_forward_pre_hook(hook)
+        with pytest.raises(ShardingError, match=message):
+            model(vector_batch(0, context.rank))
+        handle.remove()
+
+
+@on_ranks(2)
+def test_packed_weights_are_not_loaded_or_exported(context: RankContext, tmp_path: Path) -> None:
+    """Scales belong to them."""
+    model = StreamShard(built(FORMS["torchao int8"]), precision=FP32)
+    full = model.full_state_dict(rank0_only=False)
+    with pytest.raises(ShardingError, match=r"load_state_dict\(\) of 'layers.0.base.weight', a Int8Tensor"):
+        model.load_state_dict(full)
+    model.load_state_dict({name: value for name, value in full.items() if "base.weight" not in name}, strict=False)
+    with pytest.raises(CheckpointError, match=r"'layers.0.base.weight' is quantized; only unquantized"):
+        export_safetensors(model, tmp_path)
+
+
+@on_ranks(1, 2)
+def test_a_packed_base_streams_from_host_memory(context: RankContext) -> None:
+    """Its bytes are fetched twice in a step, late, and stay the same. Adapters train as without ``offload``."""
+
+    def trained(**settings: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = sharded_model(FORMS["uint8"], **settings)
+        with late(model):
+            train_stack(model, adamw(model), context)
+            return full_weights(model), _packed(model)
+
+    with simulated_device(), backward_elsewhere():
+        weights, packed = trained(weight_slots=2)
+        found = trained(offload="state")
+    assert_same(found[0], weights, "weights", EXACT)
+    assert_same(found[1], packed, "bytes", EXACT)

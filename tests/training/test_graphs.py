@@ -89,33 +89,23 @@ class ForceStack(Stack):
         return super().forward(x) + force.sum(1, keepdim=True)
 
 
+class LearningStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x).sum().backward()
+        return super().forward(x)
+
+
 @on_ranks(2)
-def test_a_model_that_differentiates_through_its_layers_raises(context: RankContext) -> None:
-    """In the middle of the forward, when the layers' weights have left their slots. Resident layers may be."""
-    model = sharded_model(ForceStack)
-    with pytest.raises(ShardingError, match=r"forward goes through 'layers\.\d'.*resident=\['layers"):
-        model(vector_batch(0, context.rank))
+def test_a_model_that_differentiates_inside_its_forward_raises(context: RankContext) -> None:
+    """When layers' weights have left their slots, and for gradients, which no pass reduces. Resident layers may be."""
+    for kind, said in (
+        (ForceStack, r"forward goes through 'layers\.\d'.*resident=\['layers"),
+        (LearningStack, r"inside the model's forward .* gradient of '(head|layers)"),
+    ):
+        with pytest.raises(ShardingError, match=said):
+            sharded_model(kind)(vector_batch(0, context.rank))
     layers = [f"layers.{index}" for index in range(4)]
     assert_trains_like_plain(context, ForceStack, stack_step, resident=layers, precision=FP32)
-
-
-@on_ranks(2)
-def test_a_gradient_of_parameters_inside_a_forward_raises(context: RankContext) -> None:
-    """The pass has no collectives to reduce it."""
-
-    class Learning(Stack):
-        learns = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.learns:
-                super().forward(x).sum().backward()
-            return super().forward(x)
-
-    model = sharded_model(Learning)
-    with pytest.raises(ShardingError, match=r"inside the model's forward .* gradient of '(head|layers)"):
-        model(vector_batch(0, context.rank))
-    model.learns = False
-    stack_step(model, context.call(0))
 
 
 # -- losses of activations from inside layers --------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import (
@@ -41,7 +40,7 @@ from tests.reference import (
     sharded_model,
 )
 from tests.scenarios import BF16, OFFLOAD, RESIDENT
-from tests.training.test_offload_events import Run, device_of, lateness
+from tests.training.test_offload_events import Run, compare, device_of, lateness
 
 META = torch.device("meta")
 
@@ -97,19 +96,6 @@ def test_generate_and_evaluation_work_as_without_offload(context: RankContext) -
         assert_same(_generated(context, **OFFLOAD), resident, "tokens and logits", EXACT)
 
 
-class _Moves(TorchDispatchMode):
-    """Notes of each copy to META whether nobody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.are_non_blocking: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and kwargs.get("device") == META:
-            self.are_non_blocking.append(kwargs.get("non_blocking", False))
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks(1)
 def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankContext) -> None:
     """It would wait for all kernels of the pass before."""
@@ -123,9 +109,11 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
         host = engine_inside(model).host
         assert host is not None
         host.device = META  # else a copy to the played device is none
-        with _Moves() as moves, pytest.raises(Trouble, match="meta"):
+        moves = mock.Mock(wraps=Tensor.to)
+        moving = mock.patch.object(Tensor, "to", lambda *given, **kwargs: moves(*given, **kwargs))
+        with moving, pytest.raises(Trouble, match="meta"):
             model(vector_batch(0, 0))
-    assert moves.are_non_blocking == [True]
+    assert [call.kwargs for call in moves.call_args_list if META in call.args] == [{"non_blocking": True}]
 
 
 def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any], **function: Any) -> dict[str, Tensor]:
@@ -154,34 +142,27 @@ def test_an_average_may_be_in_other_memory_than_its_model(context: RankContext) 
                 assert_same(_averaged(context, ours, theirs, **function), wanted, "the average", EXACT)
 
 
-_LISTS: dict[str, Any] = {
-    "a factor": lambda grads: torch._foreach_mul_(grads, torch.tensor(0.5, device=grads[0].piece.ranks.streams.device)),
-    "a number": lambda grads: torch._foreach_mul_(grads, 0.5),
-    "norms": lambda grads: [norm + 0.0 for norm in torch._foreach_norm(grads)],
-    "sums": lambda grads: torch._foreach_add_(grads, grads),
-}
-
-
-def _from_lists(context: RankContext, *, is_reversed: bool, **settings: Any) -> dict[str, Tensor]:
-    run = Run(context, settings)
-    run.backward()
-    grads = [param.grad for param in run.params]
+def _lists(run: Run) -> dict[str, Tensor]:
+    """Lists of gradients, whose first one is on the device or in host memory."""
     found: dict[str, Tensor] = {}
-    for name, use in _LISTS.items():
-        with case((name, settings)):
-            used: Any = use(grads[::-1] if is_reversed else grads) or ()
-            found |= {f"{name} {number}": each.detach().cpu() for number, each in enumerate(used) if name == "norms"}
-    return found | {"clipped": run.model.clip_grad_norm_(0.1).cpu()} | full_grads(run.model)
+    for order in (1, -1):
+        run.backward()
+        grads = [param.grad for param in run.params][::order]
+        norms = torch._foreach_norm(grads)
+        torch._foreach_mul_(grads, torch.tensor(0.5, device=run.context.device))
+        torch._foreach_mul_(grads, 0.5)
+        torch._foreach_add_(grads, grads)
+        found |= {f"{order} {number}": norm + 0.0 for number, norm in enumerate(norms)}
+        found[f"{order} clipped"] = run.model.clip_grad_norm_(0.1)
+        found |= {f"{order} {name}": grad for name, grad in full_grads(run.model).items() if grad is not None}
+    return found
 
 
 @on_ranks(2, backend="of accelerator")
 def test_lists_of_gradients_may_lie_on_both_sides(context: RankContext) -> None:
-    """The first one on the device, or in host memory."""
-    with device_of(context):
-        for is_reversed, budget in ((False, "9KB"), (True, "9KB"), (False, 0)):
-            wanted = _from_lists(context, is_reversed=is_reversed, **RESIDENT)
-            found = _from_lists(context, is_reversed=is_reversed, **OFFLOAD, device_budget=budget)
-            assert_same(found, wanted, f"norms and gradients, budget {budget}", EXACT)
+    """Or all in host memory."""
+    for budget in ("9KB", 0):
+        compare(context, _lists, offload={**OFFLOAD, "device_budget": budget})
 
 
 # -- recipes of docs/guide/host_memory.md: activations in host memory, checkpoints in both directions -----------------

@@ -98,10 +98,10 @@ def outcome(run: Run, events: tuple[Event, ...]) -> dict[str, Any]:
     return found
 
 
-def compare(context: RankContext, *events: Event, **options: Any) -> None:
+def compare(context: RankContext, *events: Event, offload: dict[str, Any] = OFFLOAD, **options: Any) -> None:
     with device_of(context):
         wanted = outcome(Run(context, RESIDENT, **options), events)
-        assert_same(outcome(Run(context, OFFLOAD, **options), events), wanted, "what is seen, state and weights", EXACT)
+        assert_same(outcome(Run(context, offload, **options), events), wanted, "what is seen, state and weights", EXACT)
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -241,13 +241,24 @@ def _step_in_backward(run: Run) -> None:
         hook.remove()
 
 
+def _scale_losses(run: Run) -> Any:
+    """One loss overflows: its step is left out, and the scale is halved."""
+    scaler = torch.amp.GradScaler(run.context.device.type, init_scale=1024.0, growth_interval=100)
+    for factor in (1.0, 2.0**120, 1.0):
+        run.optimizer.zero_grad()
+        scaler.scale(run.loss() * factor).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    return [scaler.get_scale()]
+
+
 EVENTS: dict[str, tuple[Event, ...]] = {
     "gradients": (
         *(_clipped, _clipped_twice, _zeroed, _replaced, _multiplied),
         _step_in_backward,
     ),
     "state": (_read, _weights_written, _state_loaded, _full_state, _state_cleared),
-    "loop": (_hooks, _graph_kept, _options_in_place),
+    "loop": (_hooks, _scale_losses, _graph_kept, _options_in_place),
 }
 
 
@@ -275,29 +286,11 @@ def test_files_change_no_bit(context: RankContext, tmp_path: Path) -> None:
     compare(context, write)
 
 
-def _scale_losses(run: Run) -> Any:
-    """One loss overflows: its step is left out, and the scale is halved."""
-    scaler = torch.amp.GradScaler(run.context.device.type, init_scale=1024.0, growth_interval=100)
-    for factor in (1.0, 2.0**120, 1.0):
-        run.optimizer.zero_grad()
-        scaler.scale(run.loss() * factor).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
-    return [scaler.get_scale()]
-
-
 @pytest.mark.gpu
 @on_ranks(1, 2, backend="nccl")
-@pytest.mark.parametrize("fused", [False, True])
-def test_a_loss_scaler_steps_as_without_offload_on_a_gpu(context: RankContext, fused: bool) -> None:
-    """Its scale and its check are on the device, gradients are not."""
-    compare(context, _scale_losses, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused))
-
-
-@on_ranks(1, 2)
-def test_a_loss_scaler_steps_as_without_offload(context: RankContext) -> None:
-    """A scaler of the CPU, beside gradients there."""
-    compare(context, _scale_losses)
+def test_a_loss_scaler_steps_as_without_offload_on_a_gpu(context: RankContext) -> None:
+    """Its scale and its check are on the device, gradients are not; of a fused step, which looks at the check."""
+    compare(context, _scale_losses, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
 
 
 def _adamw(**options: Any) -> Callable[..., torch.optim.Optimizer]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, stack_of, to
 from tests.races import detect_races
 from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
+    EXACT,
     ROUNDING,
     Tolerance,
     adamw,
@@ -28,11 +30,13 @@ from tests.reference import (
     engine_inside,
     full_grads,
     full_weights,
+    let_dynamo_look,
     lm_step,
     sharded_model,
     stack_step,
 )
 from tests.scenarios import PRECISIONS
+from tests.training.test_programs import Selective
 
 BF16, FP16, SINGLE = torch.bfloat16, torch.float16, torch.float32
 # One rounding to bf16 is 2^-8 of the element; sums of rounded terms, and rounded sums, differ by a few of them.
@@ -358,3 +362,54 @@ def test_modules_that_a_transformers_class_keeps_in_fp32_are_kept(context: RankC
         tokens = token_batch(0, context.rank)
         model(input_ids=tokens, decoder_input_ids=tokens).logits.float().square().mean().backward()
         assert all(param.grad is not None for param in model.parameters())
+
+
+# -- fp8 by torchao: all-gathers and reductions change nothing --------------------------------------------------------
+
+
+def _float8() -> Any:
+    return pytest.importorskip("torchao.float8", reason="needs torchao: pip install streamshard[test]")
+
+
+def _config(recipe: str, **options: Any) -> Any:
+    """The recipe, emulated: fp8 numbers, multiplied in fp32."""
+    config = _float8().Float8LinearConfig.from_recipe_name(recipe)
+    return dataclasses.replace(config, emulate=True, **options)
+
+
+def _in_fp8(kind: type[TinyLM], recipe: str, **options: Any) -> Any:
+    model = built(lambda: kind(TinyConfig(depth=2)))
+    _float8().convert_to_float8_training(
+        model, config=_config(recipe, **options), module_filter_fn=lambda module, name: name != "head"
+    )
+    assert sum(type(module).__name__ == "Float8Linear" for module in model.modules()) == 8
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "kind", "is_compiled"), [("tensorwise", Selective, False), ("rowwise", TinyLM, True)]
+)
+def test_fp8_layers_train_as_in_one_process(
+    context: RankContext, recipe: str, kind: type[TinyLM], is_compiled: bool
+) -> None:
+    """bf16 weights are gathered, torchao scales full ones: losses, gradients and fp32 main weights are equal."""
+    mixed = Mixed(_in_fp8(kind, recipe), Precision())
+    model = StreamShard(_in_fp8(kind, recipe))
+    if is_compiled:
+        let_dynamo_look()
+        for each in (model, mixed.compute):
+            each.blocks[0].compile(backend="aot_eager")
+    train_beside(context, mixed, model, EXACT)
+    assert_same_main_weights(model, mixed, EXACT)
+
+
+@on_ranks(2)
+def test_fp8_of_fsdp2_or_after_sharding_is_refused_by_name(context: RankContext) -> None:
+    """Weights that FSDP2 asks to cast before an all-gather; modules that no unit knows."""
+    with pytest.raises(ShardingError, match="'blocks.0.attention.qkv.weight' is a .*enable_fsdp_float8_all_gather"):
+        StreamShard(_in_fp8(TinyLM, "tensorwise", enable_fsdp_float8_all_gather=True))
+    model = StreamShard(built(TinyLM))
+    _float8().convert_to_float8_training(model, config=_config("tensorwise"))
+    with pytest.raises(ShardingError, match="weight' "):
+        lm_step(model, context.call(0))

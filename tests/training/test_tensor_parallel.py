@@ -180,7 +180,7 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext)
     The output of a compiled first layer waits for a collective: FSDP2 drops its gradient, plain PyTorch raises.
     """
     let_dynamo_look()
-    world, whole = _mesh(2, 2), _mesh(1, 4)
+    world = _mesh(2, 2)
     with case("tensor parallelism, micro-batches, checkpoints"):
         model = _made()
         for layer in model.layers:
@@ -191,16 +191,13 @@ def test_tensor_parallelism_trains_what_one_process_trains(context: RankContext)
         model = _sharded(_made(), world)
         model.layers[0].compile(backend="eager")
         _assert_equal(_train(model, world), _alone())
-    with case("four parts, all slots, micro-batches"):
-        model = _sharded(_made(), whole, weight_slots="all", grad_slots="all")
-        _assert_equal(_train(model, whole, micro_batches=2), _alone())
-    with case("without a mesh: over ranks with the same parts"):
+    with case("without a mesh: over ranks with the same parts; all slots, micro-batches"):
         model = _made()
         _parallelize(model, world.tp, sequence=True)
-        model = StreamShard(model, precision="fp32")
+        model = StreamShard(model, precision="fp32", weight_slots="all", grad_slots="all")
         weight = model.layers[0].up.weight
         assert sum(everywhere(piece_of(weight).numel())) == weight.numel() == 128 * 32
-        _assert_equal(_train(model, world), _alone())
+        _assert_equal(_train(model, world, micro_batches=2), _alone())
     with case("some frozen before sharding, some after"):
         model, plain = _made(), _made()
         for layer in (*model.layers, *plain.layers):
@@ -242,11 +239,12 @@ def test_copies_that_have_drifted_apart_are_named_by_a_save(context: RankContext
     assert bool((model.full_state_dict(rank0_only=False)["norm.weight"] == 1.0).all())
 
 
-@on_ranks(2, 4)
-def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
-    """As a user starts it, on two replicas of two parts, or of one."""
-    model, norms = example("tensor")["main"](STEPS, 2, context.world_size // 2)
-    assert_script_trained_like_plain(example("tensor"), model, norms)
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "name", "replicas"), [(2, "tensor", 1), (4, "tensor", 2), (4, "expert", 2)])
+def test_the_example_trains_what_one_process_trains(context: RankContext, name: str, replicas: int) -> None:
+    """As a user starts it: two parts, or two parts of experts."""
+    model, norms = example(name)["main"](STEPS, 2, replicas)
+    assert_script_trained_like_plain(example(name), model, norms)
 
 
 @on_ranks(4)
@@ -269,38 +267,37 @@ def test_norms_sums_and_shapes_are_the_full_tensors(context: RankContext) -> Non
 
 
 @on_ranks(4)
-def test_absent_dtensors_raise_when_another_layer_reads_them(context: RankContext) -> None:
-    """The DTensor itself, or its local part taken in forward: backward names the layer that is not in place."""
-    world, model = _mesh(2, 2), _made()
-    kept: list[Any] = []
+def test_dtensors_read_elsewhere_or_changed_in_a_forward_raise(context: RankContext) -> None:
+    """Also through its local part, as one that is frozen can be written. By another layer, or by its own."""
+    world, model, kept = _mesh(2, 2), _made(), list[Any]()
+    model.layers[1].down.weight.requires_grad_(False)
     model.layers[0].register_forward_pre_hook(lambda layer, args: kept.append(layer.up.weight))
     sharded = _sharded(model, world)
-    for taken in (lambda weight: weight, lambda weight: weight.to_local()):
-        hook = model.layers[2].register_forward_hook(
-            lambda layer, args, output, taken=taken: output * taken(kept[-1]).square().sum()
-        )
-        with pytest.raises(ShardingError, match=r"'layers.0.up.weight'.*resident=\['layers.0.up'\]"):
-            sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
-        hook.remove()
 
+    def read(layer: Any, args: Any) -> None:
+        kept[-1].square().sum()
 
-@on_ranks(4)
-def test_a_forward_that_changes_a_dtensor_is_refused(context: RankContext) -> None:
-    """Through the DTensor, or, where it is frozen, through its local part."""
+    def read_part(layer: Any, args: Any) -> None:
+        kept[-1].to_local().square().sum()
 
-    def edit(layer: Any, args: Any) -> None:
-        weight = layer.up.weight
+    def write(layer: Any, args: Any) -> None:
         with torch.no_grad():
-            (weight if weight.requires_grad else weight.to_local()).mul_(0.5)
+            layer.up.weight.mul_(0.5)
 
-    world = _mesh(2, 2)
-    for trains in (True, False):
-        model = _made()
-        model.layers[1].up.weight.requires_grad_(trains)
-        sharded = _sharded(model, world)
-        sharded.layers[1].register_forward_pre_hook(edit)
-        with pytest.raises(ShardingError, match=r"'layers.1.up.weight' was changed in place"):
+    def write_part(layer: Any, args: Any) -> None:
+        layer.down.weight.to_local().mul_(0.5)
+
+    elsewhere = r"'layers.0.up.weight'.*resident=\['layers.0.up'\]"
+    for hook, said in (
+        (read, elsewhere),
+        (read_part, elsewhere),
+        (write, "'layers.1.up.weight' was changed in place"),
+        (write_part, "'layers.1.down.weight' was changed in place"),
+    ):
+        handle = sharded.layers[1].register_forward_pre_hook(hook)
+        with case(hook.__name__), pytest.raises(ShardingError, match=said):
             sharded(torch.zeros(2, TOKENS, dtype=torch.int64))
+        handle.remove()
 
 
 # -- saving and loading -----------------------------------------------------------------------------------------------
@@ -355,21 +352,8 @@ def test_checkpoints_exports_and_full_state_load_on_meshes_of_any_shape(ranks: A
 
 
 @on_ranks(4)
-def test_a_state_dict_of_dtensors_loads_like_full_tensors(context: RankContext) -> None:
-    """As of a model that is parallel in the same way, and of one that FSDP2 shards over the other ranks."""
-    world, sharded = _mesh(2, 2), _sharded(_made(), _mesh(2, 2))
-    for seed in (1, 2):
-        other = _made(seed)
-        _parallelize(other, world.tp, sequence=True)
-        if seed == 2:
-            fully_shard(other, mesh=world.dp)
-        sharded.load_state_dict(other.state_dict())
-        assert difference(full_weights(sharded), _made(seed).state_dict()) == 0.0
-
-
-@on_ranks(4)
-def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankContext, tmp_path: Path) -> None:
-    """Weights and moments, to the bit."""
+def test_weights_and_checkpoints_of_fsdp2_with_the_same_plan_load(context: RankContext, tmp_path: Path) -> None:
+    """State dicts of DTensors on one axis or two; checkpoints, weights and moments, in both directions. To the bit."""
     world = _mesh(2, 2)
 
     def fsdp2(seed: int) -> Any:
@@ -379,6 +363,11 @@ def test_checkpoints_convert_from_and_to_fsdp2_with_the_same_plan(context: RankC
             fully_shard(part, mesh=world.dp)
         return model
 
+    sharded, alike = _sharded(_made(), world), _made(1)
+    _parallelize(alike, world.tp, sequence=True)
+    for seed, other in ((1, alike), (2, fsdp2(2))):
+        sharded.load_state_dict(other.state_dict())
+        assert difference(full_weights(sharded), _made(seed).state_dict()) == 0.0
     peer = fsdp2(0)
     theirs = adam(peer)
     with warnings.catch_warnings():
@@ -440,7 +429,7 @@ def test_buffers_that_are_dtensors_are_saved_whole(context: RankContext, tmp_pat
 
 @on_ranks(4)
 def test_what_steps_other_tensors_than_the_model_has_raises(context: RankContext) -> None:
-    """An optimizer from before sharding and clipping of its DTensors; one that would take a part for the matrix."""
+    """An optimizer and a clip of DTensors from before sharding; optimizers of matrices; a plan after sharding."""
     world, model = _mesh(2, 2), _made()
     _parallelize(model, world.tp, sequence=True)
     before = torch.optim.AdamW(model.parameters())
@@ -457,6 +446,10 @@ def test_what_steps_other_tensors_than_the_model_has_raises(context: RankContext
             use()
     with pytest.raises(ShardingError, match=r"'embedding.weight' is a DTensor, .*: take an elementwise optimizer"):
         whole.step()
+    with pytest.raises(ShardingError, match="No rank can step whole DTensors: take another optimizer"):
+        torch.optim.Adafactor(sharded.parameters()).step()
+    with pytest.raises(ShardingError, match="parallelize the model before StreamShard"):
+        _parallelize(StreamShard(_made()), world.tp, sequence=False)
 
 
 def refused(model: Any, mesh: Any, said: str, kind: type[Exception] = ShardingError) -> None:
@@ -537,14 +530,3 @@ def test_hooks_of_dtensors_stay_or_are_refused(context: RankContext) -> None:
         with refused if register == "register_hook" else contextlib.nullcontext():
             sharded(torch.zeros(1, TOKENS, dtype=torch.long)).sum().backward()
     assert calls == [sharded.layers[0].up.weight.shape]
-
-
-@on_ranks(2)
-def test_code_for_dtensors_gets_advice(context: RankContext) -> None:
-    """A plan after sharding, and an optimizer of matrices."""
-    world = _mesh(1, 2)
-    sharded = _sharded(_made(), world)
-    with pytest.raises(ShardingError, match="parallelize the model before StreamShard"):
-        _parallelize(StreamShard(_made()), world.tp, sequence=False)
-    with pytest.raises(ShardingError, match="No rank can step whole DTensors: take another optimizer"):
-        torch.optim.Adafactor(sharded.parameters()).step()

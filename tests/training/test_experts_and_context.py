@@ -1,4 +1,4 @@
-"""Expert parallelism: experts as DTensors on a mesh inside the shard group train what one process trains."""
+"""Expert parallelism: experts as DTensors on a mesh inside the shard group; context parallelism: parts of sequences."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
 
 from streamshard import ConfigError, RankMismatchError, ShardingError, StreamShard
 from tests.adversary import make_adversarial
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import assert_script_trained_like_plain, difference, engine_inside, full_weights
+from tests.reference import (
+    Tolerance,
+    assert_same,
+    difference,
+    engine_inside,
+    full_weights,
+)
 from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
 from tests.training.test_tensor_parallel import adam, assert_loads, example, made, save, with_adam
@@ -57,13 +64,6 @@ def _steps(
         optimizer.step()
         optimizer.zero_grad()
     return norms
-
-
-@on_ranks(4)
-def test_the_example_trains_what_one_process_trains(context: RankContext) -> None:
-    """As a user starts it with tensor parallelism, on two by two ranks."""
-    model, norms = _example()["main"](STEPS, 2, 2)
-    assert_script_trained_like_plain(_example(), model, norms)
 
 
 @on_ranks(4)
@@ -172,3 +172,42 @@ def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, w
             assert norms == pytest.approx(wanted, rel=1e-6)
             assert difference(full_weights(model), full_weights(plain)) < 2e-6
         assert races.accesses > 100
+
+
+# -- context parallelism: ranks hold parts of the same sequences ------------------------------------------------------
+
+OTHER_ORDER = Tolerance(relative=2e-5, absolute=2e-6)  # sums in another order, through several steps of AdamW
+
+
+def _context() -> Any:
+    pytest.importorskip("transformers")
+    return example("context")
+
+
+@on_ranks(4)
+def test_the_example_of_context_parallelism_trains_what_one_process_trains(context: RankContext) -> None:
+    """Losses, gradient norms and weights after five steps of AdamW, with sums of losses."""
+    model, losses, norms = _context()["main"](5, 2)
+    plain = _context()["make_model"]("sdpa")
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3)
+    for step in range(5):  # the loss of a step is its mean over all tokens that count
+        batch = _context()["whole_batch"](step)
+        logits = plain(input_ids=batch.tokens, position_ids=batch.position_ids, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+        loss = loss / (batch.labels != -100).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert (losses[step], norms[step]) == pytest.approx((float(loss.detach()), float(norm)), rel=1e-5), step
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(full_weights(model), full_weights(plain), "weights", OTHER_ORDER)
+    assert losses[-1] < losses[0] - 0.3
+
+
+@on_ranks(4)
+def test_a_mesh_without_the_ranks_that_share_a_sequence_is_warned_of(context: RankContext) -> None:
+    """By the first rank. The mesh that the warning names raises no warning: all other tests use it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    warning = pytest.warns(UserWarning, match=r"leaves out ranks along 'cp': ranks \[0, 1\] .*'cp'\]\._flatten\(")
+    with warning if context.rank == 0 else contextlib.nullcontext():
+        StreamShard(_context()["make_model"]("sdpa"), mesh=mesh["dp"])
