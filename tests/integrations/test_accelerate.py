@@ -251,7 +251,7 @@ def test_a_script_without_a_launcher_trains_on_one_process(context: RankContext)
 def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments: Any) -> list[float]:
     """What the example's ``main`` returns, with `make` in the place of the class that the changed line imports."""
     example = load_example(f"accelerate/{name}.py")
-    assert example.Accelerator is StreamShardAccelerator
+    imported = next(each for each, value in vars(example).items() if value is StreamShardAccelerator)
     with launched(context), contextlib.redirect_stdout(io.StringIO()):
         accelerators: list[Any] = []
 
@@ -260,7 +260,7 @@ def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments:
             accelerators[-1].state.destroy_process_group = lambda: None  # which is the test's
             return accelerators[-1]
 
-        example.Accelerator = made
+        setattr(example, imported, made)
         return example.main(**arguments)
 
 
@@ -292,11 +292,5 @@ def test_checkpointing_and_going_on_within_an_epoch(context: RankContext, tmp_pa
 @on_ranks(2)
 def test_local_sgd(context: RankContext) -> None:
     """Which is no numbers of DDP's: it trains, and processes have other weights between averages."""
-    example = load_example("accelerate/local_sgd.py")
-    with launched(context), contextlib.redirect_stdout(io.StringIO()):
-        example.StreamShardAccelerator.end_training = lambda self: None
-        try:
-            losses = example.main()
-        finally:
-            del example.StreamShardAccelerator.end_training
+    losses = _run(context, "local_sgd", StreamShardAccelerator)
     assert losses[-1] < losses[0]
