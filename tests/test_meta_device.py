@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard import StreamShard, export_safetensors, init_weights
-from streamshard.core.module_state import engine_of
-from streamshard.errors import RankMismatchError, ShardingError
+from streamshard import RankMismatchError, ShardingError, StreamShard, export_safetensors, init_weights
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, full_weights, lm_step, stack_step
+from tests.reference import FP32, Call, assert_same, engine_inside, full_weights, lm_step, stack_step
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
@@ -106,7 +104,7 @@ def test_state_dicts_of_the_model_and_of_its_parts_fill_a_meta_model(context: Ra
     model.load_state_dict({name: value for name, value in state.items() if "norms.0" not in name}, strict=False)
     assert_empty(model, r"buffer 'norms.0.running_var' is empty: .*init_weights\(model, function\)")
     model.norms[0].load_state_dict({"running_var": torch.ones(DIM)}, strict=False)
-    assert not engine_of(model).empty
+    assert not engine_inside(model).empty
     assert_same(full_weights(model), plain.state_dict(), "weights")
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
 
@@ -133,7 +131,7 @@ def test_rank_0_has_values_for_ranks_that_have_none(context: RankContext, make: 
     for buffer in plain.buffers():
         buffer.copy_(torch.ones_like(buffer) + 1)
     model = StreamShard(copy.deepcopy(plain) if context.rank == 0 else on_meta(make), precision=FP32)
-    assert not engine_of(model).empty
+    assert not engine_inside(model).empty
     assert_same(full_weights(model), plain.state_dict(), "weights")
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
 

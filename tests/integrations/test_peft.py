@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from streamshard import StreamShard, export_safetensors
+from streamshard import CheckpointError, ShardingError, StreamShard, export_safetensors
 from streamshard.comm.streams import Collective
 from streamshard.core.module_state import engine_of
-from streamshard.errors import CheckpointError, ShardingError
 from tests import families
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_rows

@@ -16,10 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from streamshard import StreamShard, load_safetensors
+from streamshard import CheckpointError, ConfigError, ShardingError, StreamShard, load_safetensors
 from streamshard.comm.communicator import Communicator
-from streamshard.core.module_state import engine_of
-from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows
@@ -33,7 +31,7 @@ from tests.integrations.trainers import (
     whole_weights,
 )
 from tests.ranks import RankContext, RankPool
-from tests.reference import assert_same, case
+from tests.reference import assert_same, case, engine_inside
 
 _SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -138,7 +136,7 @@ def test_a_divisor_of_ones_own_stays(context: RankContext, tmp_path: Path) -> No
             model.set_gradient_divide_factor(factor)
             run = train(_trainers()[1], model, tmp_path / str(factor), make_rows("llama"), max_steps=1)
             norms.append(run.history[0]["grad_norm"])
-            assert engine_of(model).ranks.grad_divisor == factor
+            assert engine_inside(model).ranks.grad_divisor == factor
     assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)
 
 
