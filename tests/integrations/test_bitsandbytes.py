@@ -165,8 +165,8 @@ def test_a_rank_holds_the_bytes_of_the_plan_and_no_other_tensors(context: RankCo
     assert report.held_bytes["quantization"] == sum(tensor.nbytes for tensor in scales) > 0
     assert f"{report.numel:,} parameters over" in repr(model) and report.numel == model.num_parameters()
     held = LiveBytes().held_bytes - before + shared_bytes(2) - shared_before
-    counters = sum(moment.nbytes for state in optimizer.state.values() for moment in state.values() if not moment.ndim)
-    others = counters + sum(buffer.nbytes for buffer in model.buffers())
+    counters = [moment for state in optimizer.state.values() for moment in state.values() if not moment.ndim]
+    others = sum(tensor.nbytes for tensor in (*counters, *model.buffers()))
     # Shared memory has whole pages. Each slot that was freed leaves a part of its first and of its last one.
     assert held == pytest.approx(planned.total_bytes + others, abs=5 * 4096)
 
