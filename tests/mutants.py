@@ -539,7 +539,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "integrations/join": [
         ("UnevenInputs.__init__", Drop("if (earlier"), "join:exception"),
         ("UnevenInputs.leave", Drop("if self._engine.ranks.grad_divisor"), "join:exception"),
-        ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:slot"),
+        ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:equals"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
     ],
     "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state")],

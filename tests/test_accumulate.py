@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard
 from streamshard.comm.streams import Collective
-from tests.models import DIM, Layer, Stack, vector_batch
+from tests.models import DIM, Calling, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -44,10 +44,11 @@ from tests.simulated import checking_streams, late, simulated_device
 from tests.test_same_bits import WAYS, run
 
 # A tied weight's gradients, as a head and as an embedding, may be added in fp32. A divisor divides the sum.
-OTHER_ROUNDING = ("divided at the end", "replicas, divided at the end")
+OTHER_ROUNDING = ("divided at the end",)
+BETWEEN_RANKS = ("replicas", "sockets")
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in OTHER_ROUNDING])
+@pytest.mark.parametrize("name", [each for each in WAYS if not each.startswith((*OTHER_ROUNDING, *BETWEEN_RANKS))])
 def test_one_rank_trains_to_the_bits_of_a_loop(ranks: Any, name: str) -> None:
     loop, accumulated = (ranks(1).run(run, name, accumulates=each, micro_batches=4)[0] for each in (False, True))
     assert len(set(loop.weights)) == 2
@@ -187,21 +188,22 @@ def _accumulate(model: Any, micro_batches: Any, loss_of: Callable[..., Tensor] =
 
 
 def _trained(
-    context: RankContext, way: _Way, run_step: Any, steps: int = 4
+    context: RankContext, way: _Way, run_step: Any, steps: int = 4, watched: Any = contextlib.nullcontext
 ) -> tuple[list[Any], dict[str, Tensor], int]:
+    """Train inside ``watched(model)``: losses, gradients and buffers, and how many all-gathers the last step had."""
     torch.manual_seed(0)
     model: Any = StreamShard(way.make(), **way.settings)
     optimizer, losses, grads, gathers = sgd(model), [], {}, 0
-    for step in range(steps):
-        mine = [(step, context.world_size * number + context.rank) for number in range(4)]
-        with way.around(), heard_collectives(engine_inside(model)) as heard:
-            losses.append([loss.item() for loss in run_step(model, mine)])
-        gathers = len(heard[Collective.ALL_GATHER])
-        grads.update(
-            {f"{name} of step {step}": grad.clone() for name, grad in full_grads(model).items() if grad is not None}
-        )
-        optimizer.step()
-        optimizer.zero_grad()
+    with watched(model):
+        for step in range(steps):
+            mine = [(step, context.world_size * number + context.rank) for number in range(4)]
+            with way.around(), heard_collectives(engine_inside(model)) as heard:
+                losses.append([loss.item() for loss in run_step(model, mine)])
+            gathers = len(heard[Collective.ALL_GATHER])
+            found = full_grads(model)
+            grads.update({f"{name} of step {step}": grad.clone() for name, grad in found.items() if grad is not None})
+            optimizer.step()
+            optimizer.zero_grad()
     if context.rank == 0:  # other ranks get them before the next pass
         grads.update(model.named_buffers())
     return losses, grads, gathers
@@ -285,30 +287,20 @@ def _failing(where: str, number: int) -> Callable[[Any, tuple[int, int]], Tensor
     return loss_of
 
 
-@on_ranks(1, 2)
-def test_an_exception_discards_the_steps_gradients(context: RankContext) -> None:
-    """In any micro-batch and any place. The next step is as if this one had not been."""
-    model = _model_after()
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "resident"), [(1, []), (2, []), (2, ["layers.1", "layers.3"])])
+def test_an_exception_discards_the_steps_gradients(context: RankContext, resident: list[str]) -> None:
+    """In any micro-batch and any place, on each rank another one. The next step is as if this one had not been."""
+    model = _model_after(resident=resident)
     for where in FAILURES:
-        for number in (0, 2):
+        for number in (0, 2, 1 + 2 * context.rank) if where in ("behind", "backward") else (0, 2):
             with case((where, number)):
                 with pytest.raises(Trouble):
-                    model.accumulate([(1, each) for each in range(3)], _failing(where, number))
+                    model.accumulate([(1, each) for each in range(4)], _failing(where, number))
                 assert not any(param.grad is not None for param in model.parameters())
                 assert engine_inside(model).phase is None
                 _assert_next_step_is_that_of_a_loop(context, model)
                 model.zero_grad()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("resident", [[], ["layers.1", "layers.3"]])
-def test_ranks_that_fail_in_different_places_stay_in_step(context: RankContext, resident: list[str]) -> None:
-    model = _model_after(resident=resident)
-    for where in ("behind", "backward"):
-        with pytest.raises(Trouble):
-            model.accumulate([(1, each) for each in range(4)], _failing(where, 1 + 2 * context.rank))
-        _assert_next_step_is_that_of_a_loop(context, model)
-        model.zero_grad()
 
 
 @on_ranks(2)
@@ -400,15 +392,6 @@ class _ChangingLayer(Layer):
         return torch.tanh(self.linear(F.leaky_relu_(x)))
 
 
-class _Changing(_Parts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_ChangingLayer() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _run(self.layers, self.first(x), lambda layer, x: x + layer(x))
-
-
 def _hooked(model: Any, x: Tensor) -> Tensor:
     kept = model.layers[0](x)
     kept.register_hook(lambda grad: grad * 0.5)
@@ -462,7 +445,9 @@ REFUSED = {
     "a list of the forward": _Refused(_Recording, "computed from the other.*Return such tensors from layers"),
     "a hook": _Refused(_of(_hooked), "register_hook or retain_grad of a tensor between layers"),
     "a weight in a variable": _Refused(_of(_held, _Parts), "from the other.*a weight that code keeps in a variable"),
-    "inputs changed in place": _Refused(_Changing, "'layers.0' changes its input in place"),
+    "inputs changed in place": _Refused(
+        lambda: Calling(_ChangingLayer, lambda layer, x: layer(2.0 * x)), "'layers.1' changes its input in place"
+    ),
     # Before a forward pauses in one: greenlets that end inside torch's C++ code corrupt memory.
     "reentrant checkpoints": _Refused(_of(_reentrant), "'layers.1' is called inside a reentrant.*use_reentrant=False"),
     "a gradient through several layers": _Refused(_of(_differentiating), "inside loss_of goes through several layers"),
@@ -583,26 +568,12 @@ def test_sums_take_the_bytes_that_the_guide_says(context: RankContext) -> None:
     assert held[2] == held[1]
 
 
-def _accumulated(context: RankContext, model: Any, optimizer: torch.optim.Optimizer) -> list[list[float]]:
-    losses = []
-    for step in range(4):
-        mine = [(step, context.world_size * number + context.rank) for number in range(4)]
-        losses.append([loss.item() for loss in model.accumulate(mine, _loss)])
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 @on_ranks(1, 2)
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": "all"}, {"offload": "state"}], ids=str)
 def test_late_collectives_and_copies_change_nothing(context: RankContext, settings: dict[str, Any]) -> None:
     wanted, _, _ = _trained(context, _Way(Stack), _loop)
-    torch.manual_seed(0)
     with simulated_device():
-        model: Any = StreamShard(Stack(), **settings)
-        optimizer = sgd(model)
-        with late(model):
-            found = _accumulated(context, model, optimizer)
+        found, _, _ = _trained(context, _Way(Stack, settings), _accumulate, watched=late)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
@@ -610,10 +581,8 @@ def test_late_collectives_and_copies_change_nothing(context: RankContext, settin
 @pytest.mark.parametrize("settings", [{}, {"weight_slots": "all", "grad_slots": "all"}, {"offload": "state"}], ids=str)
 def test_events_order_everything(context: RankContext, settings: dict[str, Any]) -> None:
     with simulated_device() as device, checking_streams(device) as checker:
-        model: Any = StreamShard(Stack(), keep_main_grads=not settings, **settings)
-        optimizer = sgd(model)
-        with checker.of(model):
-            _accumulated(context, model, optimizer)
+        way = _Way(Stack, {"keep_main_grads": not settings, **settings})
+        _trained(context, way, _accumulate, watched=checker.of)
 
 
 @pytest.mark.gpu

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import StreamShard, init_weights
+from streamshard import ShardingError, StreamShard, init_weights
 from streamshard.core.optimizer_hooks import follow_model
-from streamshard.errors import ShardingError
 from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks

@@ -57,6 +57,12 @@ BAD_MODELS: dict[str, tuple[Callable[[int], Any], str]] = {
     "no module": (lambda size: [nn.Linear(2, 2)], "list"),
     "lazy": (lambda size: nn.Sequential(Layer(), nn.LazyLinear(1)), r"'1\.weight' of a lazy module.*run one forward"),
     "inside DDP": (lambda size: DistributedDataParallel(TinyLM()), "DistributedDataParallel.*leave it out"),
+    "sharded already": (lambda size: StreamShard(TinyLM()), "already sharded"),
+    "a part of a sharded model": (lambda size: StreamShard(Stack()).layers[0], "already sharded"),
+    "around a sharded model": (
+        lambda size: nn.Sequential(nn.Embedding(4, 4), StreamShard(TinyLM())),
+        r"(?s)1.*already sharded.*shard only the module around it",
+    ),
     "FSDP2": (
         lambda size: fully_shard(TinyLM(), mesh=init_device_mesh("cpu", (size,))),
         "was given to fully_shard, .*leave fully_shard out",
@@ -69,19 +75,6 @@ def test_models_that_cannot_be_sharded_are_refused(context: RankContext) -> None
     for what, (make, match) in BAD_MODELS.items():
         with case(what), pytest.raises(ShardingError, match=match):
             StreamShard(make(context.world_size))
-
-
-@on_ranks(2)
-def test_a_sharded_model_is_not_sharded_again(context: RankContext) -> None:
-    model: Any = StreamShard(TinyLM(), precision=FP32)
-    with pytest.raises(ShardingError, match="already sharded"):
-        StreamShard(model, precision=FP32)
-    with pytest.raises(ShardingError, match="already sharded"):
-        StreamShard(model.blocks[0], precision=FP32)
-    outer = nn.Sequential(nn.Embedding(4, 4), model)
-    with pytest.raises(ShardingError, match=r"(?s)1.*already sharded.*shard only the module around it"):
-        StreamShard(outer, precision=FP32)
-    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import sys
@@ -82,60 +81,56 @@ def test_the_picture_of_memory_has_what_was_computed_and_that_equals_what_was_me
 # The run on a GPU, ``benchmarks/gpu.py``: what it keeps of jobs that fail. ``.ci/run`` rehearses the whole run.
 
 
-def _job(directory: Path, name: str, code: str, limit_s: float = 60.0) -> Job:
-    """One that runs `code`, which writes to the path in ``sys.argv[1]``."""
-    found = directory / f"{name}.json"
-    code = f"import os, pathlib, sys, time; found = pathlib.Path(sys.argv[1]); {code}"
-    command = [sys.executable, "-c", code, str(found)]
-    return Job(name=name, command=command, limit_s=limit_s, found=found, brief=lambda known: known["told"])
-
-
-def _run(directory: Path, *jobs: Job) -> tuple[bool, dict[str, Any]]:
-    """Whether they ended well, and what the results say of all jobs."""
-    is_well = run_jobs(jobs, directory, {"benchmark": "test"}, 100.0)
-    return is_well, json.loads((directory / "results.json").read_text())["jobs"]
-
-
-def test_a_job_that_fails_hangs_or_is_killed_leaves_its_results_and_the_reason(tmp_path: Path, capsys: Any) -> None:
-    """The next one runs. An error is found above later output; a job that hangs says where it was, if it can."""
-    slow = _job(tmp_path, "slow", 'found.write_text(\'{"told": "half"}\'); time.sleep(600)', limit_s=1.0)
-    slow = dataclasses.replace(slow, environment={"PYTHONFAULTHANDLER": "1"})
-    quick = _job(tmp_path, "quick", "print('words'); found.write_text('{\"told\": \"all\"}')")
-    error = _job(tmp_path, "error", "import atexit; atexit.register(print, 'last words'); raise KeyError('a name')")
-    killed = _job(tmp_path, "killed", "print('much memory', flush=True); os.kill(os.getpid(), 9)")
-    is_well, found = _run(tmp_path / "out", slow, quick, error, killed)
-    assert not is_well
-    ended = {name: (job["timed_out"], job["exit_code"], job["brief"]) for name, job in found.items()}
-    assert ended["quick"] == (False, 0, "all") and "words" in (tmp_path / "out" / "output.log").read_text()
-    assert ended["slow"][0] and ended["slow"][2] == "half" and ended["error"] == (False, 1, "found nothing")
-    assert found["error"]["reason"] == "KeyError: 'a name'"
-    assert found["slow"]["reason"] == 'it was at File "<string>", line 1 in <module>'
-    assert found["killed"]["reason"] == "much memory"
-    told = capsys.readouterr().out
-    assert "FAILED: SIGKILL" in told
-    failed = [job for name, job in found.items() if name != "quick"]
-    assert all(job["reason"] in told and job["reason"].split()[-1] in job["output"] for job in failed)
-
-
-def test_ranks_that_wait_for_a_failed_one_end_and_ranks_that_hang_say_where(tmp_path: Path) -> None:
-    """The reason is the failed rank's error, or a rank's position: never the launcher's."""
-    script = tmp_path / "script.py"
-    script.write_text("""
-import os, sys, time
+# Rank 1 fails, or all ranks hang, who have left something before.
+_WAITING = """
+import os, pathlib, sys, time
 
 def wait_for_ever():
     time.sleep(600)
 
 if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
     raise ValueError("rank 1 is wrong")
+pathlib.Path(sys.argv[2]).write_text('{"told": "half"}')
 wait_for_ever()
-""")
-    jobs = [_job(tmp_path, what, "", limit_s) for what, limit_s in (("fail", 60.0), ("hang", 2.0))]
-    launcher = [sys.executable, str(ROOT / "benchmarks" / "_ranks.py"), "2", str(script)]
-    stacks = {"PYTHONFAULTHANDLER": "1"}
-    jobs = [dataclasses.replace(job, command=[*launcher, job.name], environment=stacks) for job in jobs]
-    _, found = _run(tmp_path, *jobs)
-    assert (found["fail"]["timed_out"], found["fail"]["reason"]) == (False, "ValueError: rank 1 is wrong")
-    assert found["hang"]["timed_out"]
+"""
+
+
+def _job(directory: Path, name: str, *command: str, limit_s: float = 60.0) -> Job:
+    """One that runs ``python`` with these arguments and the path of its results."""
+    found = directory / f"{name}.json"
+    return Job(
+        name=name,
+        command=[sys.executable, *command, str(found)],
+        limit_s=limit_s,
+        found=found,
+        brief=lambda known: known["told"],
+        environment={"PYTHONFAULTHANDLER": "1"},
+    )
+
+
+def test_a_job_that_fails_hangs_or_is_killed_leaves_its_results_and_the_reason(tmp_path: Path, capsys: Any) -> None:
+    """The next one runs. The reason is the failed rank's error, or a rank's position: never the launcher's."""
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(_WAITING)
+    launcher = (str(ROOT / "benchmarks" / "_ranks.py"), "2", str(script))
+    words = "import sys; print('words'); open(sys.argv[1], 'w').write('{\"told\": \"all\"}')"
+    jobs = [
+        _job(tmp_path, "fail", *launcher, "fail"),
+        _job(tmp_path, "hang", *launcher, "hang", limit_s=2.0),
+        _job(tmp_path, "killed", "-c", "import os; print('much memory', flush=True); os.kill(os.getpid(), 9)"),
+        _job(tmp_path, "quick", "-c", words),
+    ]
+    assert not run_jobs(jobs, out, {"benchmark": "test"}, 100.0)
+    found = json.loads((out / "results.json").read_text())["jobs"]
+    ended = {name: (job["timed_out"], job["brief"]) for name, job in found.items()}
+    assert ended["quick"] == (False, "all") and found["quick"]["exit_code"] == 0
+    assert ended["hang"] == (True, "half") and not ended["fail"][0] and ended["killed"] == (False, "found nothing")
+    assert "words" in (out / "output.log").read_text()
+    assert found["fail"]["reason"] == "ValueError: rank 1 is wrong"
     assert found["hang"]["reason"] == f'it was at File "{script}", line 5 in wait_for_ever'
     assert found["hang"]["output"].count("in wait_for_ever") == 2
+    assert found["killed"]["reason"] == "much memory"
+    told = capsys.readouterr().out
+    assert "FAILED: SIGKILL" in told
+    failed = [job for name, job in found.items() if name != "quick"]
+    assert all(job["reason"] in told and job["reason"].split()[-1] in job["output"] for job in failed)

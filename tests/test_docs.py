@@ -29,6 +29,7 @@ import streamshard
 from streamshard.tools.command import _parser
 from tests import families
 from tests.integrations.accelerating import launched
+from tests.integrations.trainers import arguments_of
 from tests.launched import ROOT, free_port
 from tests.models import token_batch
 from tests.ranks import RankContext, on_ranks
@@ -75,7 +76,7 @@ def _blocks(page: str) -> list[tuple[int, str]]:
 
 _PAGES = [page for page in _TEXTS if _blocks(page)]
 
-# What pages leave out. All have `model`, not sharded yet, its `optimizer`, `batch`, and `config`.
+# What pages leave out. All have `model`, not sharded yet, its `optimizer` and `scheduler`, `batch`, and `config`.
 _SET_UP = {
     "docs/guide/accumulation.md": """
         from torch.nn.functional import cross_entropy
@@ -104,7 +105,6 @@ _SET_UP = {
         from streamshard import StreamShard, export_safetensors, save_checkpoint
         from tests.checkpoint import objects
         model = StreamShard(model)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         scaler, loader = torch.amp.GradScaler("cpu"), StatefulDataLoader([1, 2, 3])
         extra = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "step": 1}
         save_checkpoint("runs/llama", model, optimizer, extra)
@@ -133,16 +133,13 @@ _SET_UP = {
     """,
     "docs/guide/parallelism.md": """
         import runpy
+        from functools import partial
         from streamshard import StreamShard
+        from tests import families
         examples = __import__("pathlib").Path(streamshard.__file__).parents[1] / "docs/examples"
         def make(name):
             return runpy.run_path(str(examples / f"{name}_parallel.py"))["make_model"]()
-        def mixtral():
-            from transformers import MixtralConfig, MixtralForCausalLM
-            sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_local_experts": 4}
-            heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-            return MixtralForCausalLM(MixtralConfig(**sizes, **heads))
-        llama, model = type(model), make("tensor")
+        llama, mixtral, model = type(model), partial(families.mixtral, num_local_experts=4), make("tensor")
     """,
     "docs/guide/dial.md": """
         from streamshard import StreamShard
@@ -194,7 +191,6 @@ _SET_UP = {
     """,
     "docs/guide/checkpoints.md: Restarts and preemption": """
         model, last = streamshard.StreamShard(model), 2
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         def train(step):
             model(**batch).loss.backward()
             optimizer.step()
@@ -212,21 +208,17 @@ _SET_UP = {
         from streamshard.integrations.transformers import StreamShardTrainer
         model, batches, tracker = StreamShard(model), [batch], types.SimpleNamespace(log=print)
         train = [{name: value[0] for name, value in batch.items()}] * 4
-        given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
-        arguments = transformers.TrainingArguments("out", max_steps=2, **given)
+        arguments = arguments_of("out", max_steps=2)
     """,
     "docs/guide/transformers.md": """
-        from transformers import TrainingArguments
         from streamshard.integrations.transformers import StreamShardTrainer
         train = test = [{name: value[0] for name, value in batch.items()}] * 4
-        given = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": False}
-        arguments = TrainingArguments("out", max_steps=1, save_steps=1, **given)
+        arguments = arguments_of("out", max_steps=1, save_strategy="steps", save_steps=1)
         StreamShardTrainer(model=type(model)(config), args=arguments, train_dataset=train).train()
-        arguments = TrainingArguments("out", max_steps=2, **given)
+        arguments = arguments_of("out", max_steps=2)
     """,
     "docs/guide/stability.md: Uneven inputs": """
         model = streamshard.StreamShard(model)
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
         batches = [batch] * (1 + torch.distributed.get_rank())
     """,
 }
@@ -282,6 +274,7 @@ def _inside(directory: Path) -> Iterator[None]:
 @pytest.mark.parametrize("page", _PAGES)
 def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_path: Path) -> None:
     model = families.llama()
+    optimizer = torch.optim.AdamW(model.parameters())
     tokens = token_batch(0, context.rank)
     names: dict[str, Any] = {
         "torch": torch,
@@ -290,7 +283,9 @@ def test_the_blocks_of_a_page_run_in_order(context: RankContext, page: str, tmp_
         "importorskip": pytest.importorskip,
         "config": model.config,
         "model": model,
-        "optimizer": torch.optim.AdamW(model.parameters()),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "arguments_of": arguments_of,
         "batch": {"input_ids": tokens, "labels": tokens},
     }
     with _inside(tmp_path), launched(context), simulated_device() if page in _ON_A_DEVICE else contextlib.nullcontext():
@@ -313,12 +308,9 @@ def test_the_errors_of_the_troubleshooting_page_are_in_the_source() -> None:
     source = re.sub(r'"\s*f?"', "", "".join(files))  # texts that continue on the next line
     rows = re.findall(r"^\| (?:a warning: )?`([^`]+)` \|", _TEXTS["docs/guide/troubleshooting.md"], re.MULTILINE)
     parts = [part for row in rows for part in re.split(r"\.\.\.", row)]
-    outside = [
-        "no attribute 'module'",
-        "for which the process group (",
-    ]  # of torch, with StreamShard's advice behind it
+    of_torch = ["no attribute 'module'", "for which the process group ("]  # StreamShard's advice comes behind it
     assert len(rows) >= 29
-    assert [part for part in parts if part.strip() not in source and part not in outside] == []
+    assert [part for part in parts if part.strip() not in source and part not in of_torch] == []
 
 
 def test_messages_name_no_file_that_an_installed_package_lacks() -> None:
@@ -432,24 +424,20 @@ def test_commands_have_the_options_that_pages_give_them() -> None:
     assert checked > 25
 
 
-def _names_in(source: str) -> set[str]:
-    names: set[str] = set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
-            names.update(f"{node.name}.{method}" for method in methods)
-        elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return names
+def _is_defined(name: str, source: str) -> bool:
+    """Whether a file has this function, class, constant or method, named with its class."""
+    *owner, last = name.split(".")
+    indented = "    " if owner else ""
+    defined = re.search(rf"^{indented}(?:def|class) {last}\b|^{last}\b.* = ", source, re.MULTILINE)
+    return defined is not None and all(re.search(rf"^class {each}\b", source, re.MULTILINE) for each in owner)
 
 
 def test_how_a_step_works_links_each_function_to_its_file() -> None:
     page = ROOT / "docs" / "internals" / "how_a_step_works.md"
     found = 0
     for label, path in re.findall(r"\[([^][]+)\]\(([\w./-]+\.py)\)", page.read_text()):
-        names = _names_in((page.parent / path).read_text())
+        source = (page.parent / path).read_text()
         for name in re.findall(r"`([^`]+)`", label):
-            assert name in names, f"{name} is not in {path}"
+            assert _is_defined(name, source), f"{name} is not in {path}"
             found += 1
     assert found > 100

@@ -21,7 +21,7 @@ from streamshard.integrations import peft
 from streamshard.integrations.peft import save_on_first
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, stack_step
+from tests.reference import EXACT, FP32, Call, adamw, assert_same, stack_step, train_stack
 
 
 @on_ranks(1, 2)
@@ -128,10 +128,7 @@ def test_replicas_of_local_sgd_change_their_own_weights_in_full(context: RankCon
     """Replicas differ between two averages. Ranks of one replica must not."""
     model = StreamShard(Stack(), precision=FP32, mesh=init_device_mesh("cpu", (2, 2)))
     optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, period=4, warmup_steps=1)
-    for step in range(2):
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_stack(model, optimizer, context, steps=2)
     before = model.head.bias.detach().clone().as_subclass(torch.Tensor)
     with model.summon_full_params():
         model.head.bias.data.mul_(2.0)

@@ -11,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from streamshard import StreamShard, init_weights, load_safetensors
-from streamshard.core.module_state import engine_of
-from streamshard.errors import ShardingError
+from streamshard import ShardingError, StreamShard, init_weights, load_safetensors
 from tests.families import gpt2, llama, mixtral, t5
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, full_weights, lm_step
+from tests.reference import EXACT, FP32, Call, assert_same, engine_inside, full_weights, lm_step
 from tests.test_meta_device import on_meta
 
 MODELS: list[Callable[[], Any]] = [NormStack, llama, gpt2, t5, mixtral]
@@ -74,7 +72,7 @@ def assert_alike(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def sharded_weights(context: RankContext, make: Callable[[], Any], **settings: Any) -> dict[str, Tensor]:
     model: Any = StreamShard(on_meta(make), precision=FP32, **settings)
     init_weights(model, seed=5)
-    assert not engine_of(model).empty
+    assert not engine_inside(model).empty
     return {**model.full_state_dict(rank0_only=False), **dict(model.named_buffers())}
 
 
@@ -211,7 +209,7 @@ def test_tables_that_no_file_has_are_computed(context: RankContext, make: Callab
         reference.save_pretrained(tmp_path)
     model: Any = StreamShard(on_meta(make), precision=FP32)
     assert load_safetensors(model, tmp_path).missing == []
-    assert not engine_of(model).empty
+    assert not engine_inside(model).empty
     assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), "buffers", EXACT)
     assert_same(full_weights(model), reference.state_dict(), "weights", EXACT)
     tokens = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -244,7 +242,7 @@ def test_an_unsupported_initialisation_raises_and_fills_nothing(context: RankCon
     head = model.head.weight
     with pytest.raises((ShardingError, ZeroDivisionError), match=message):
         init_weights(model, lambda module: (_reset(module), init(module) if module is model else None))
-    assert len(engine_of(model).empty) == 10
+    assert len(engine_inside(model).empty) == 10
     model.head._parameters["weight"] = head
     init_weights(model, seed=5)
     model(vector_batch(0, 0))

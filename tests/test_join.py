@@ -97,19 +97,29 @@ def _assert_even(model: nn.Module) -> None:
     assert "_join_config" not in vars(model)
 
 
+def _micro_batches(model: Any, call: Call) -> Tensor:
+    """A rank that has run out follows no_sync()."""
+    with model.no_sync():
+        stack_step(model, call._replace(step=3 * call.step))
+        stack_step(model, call._replace(step=3 * call.step + 1))
+    return stack_step(model, call._replace(step=3 * call.step + 2))
+
+
 @on_ranks(3)
 @pytest.mark.parametrize(
-    ("lengths", "kind", "after", "build"),
+    ("lengths", "build", "step", "options"),
     [
-        (ALL_DIFFER, sgd, _step_only, NormStack),
-        ((3, 3, 4, 3), adamw, _clip_and_step, Stack),
-        ((1, 4, 4, 4), sgd, _skip_large, NormStack),
-        ((0, 3, 1, 2), adamw, _skip_large, Stack),
+        (ALL_DIFFER, NormStack, stack_step, {}),
+        ((3, 3, 4, 3), Stack, stack_step, {"kind": adamw, "after": _clip_and_step}),
+        ((1, 4, 4, 4), NormStack, stack_step, {"after": _skip_large}),
+        ((0, 3, 1, 2), Stack, stack_step, {"kind": adamw, "after": _skip_large}),
+        (ALL_DIFFER, Stack, _micro_batches, {}),
+        (ALL_DIFFER, Stack, _micro_batches, {"settings": ALL_SLOTS}),
     ],
 )
-def test_training_equals_ddp_join(context: RankContext, lengths: Any, kind: Any, after: After, build: Any) -> None:
+def test_training_equals_ddp_join(context: RankContext, lengths: Any, build: Any, step: Step, options: Any) -> None:
     """Momentum, decay and statistics of batch norm continue without inputs, as those of DDP's last joiner do."""
-    _check(context, lengths, build, stack_step, kind, after=after)
+    _check(context, lengths, build, step, **options)
 
 
 @on_ranks(4)
@@ -117,20 +127,6 @@ def test_training_equals_ddp_join(context: RankContext, lengths: Any, kind: Any,
 def test_means_are_over_all_ranks_or_over_those_with_inputs(context: RankContext, by_all: bool) -> None:
     settings = {"mesh": mesh_2d(2, 2)}
     _check(context, ALL_DIFFER, TinyLM, lm_step, settings=settings, divide_by_initial_world_size=by_all)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("slots", [{}, {"weight_slots": "all", "grad_slots": "all"}])
-def test_every_slot_setting_works(context: RankContext, slots: dict[str, Any]) -> None:
-    """Accumulated micro-batches too: a rank that has run out follows no_sync()."""
-
-    def step(model: Any, call: Call) -> Tensor:
-        with model.no_sync():
-            stack_step(model, call._replace(step=3 * call.step))
-            stack_step(model, call._replace(step=3 * call.step + 1))
-        return stack_step(model, call._replace(step=3 * call.step + 2))
-
-    _check(context, ALL_DIFFER, Stack, step, settings=slots)
 
 
 @on_ranks(2)

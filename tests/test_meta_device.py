@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard import StreamShard, export_safetensors, init_weights
-from streamshard.core.module_state import engine_of
-from streamshard.errors import RankMismatchError, ShardingError
+from streamshard import RankMismatchError, ShardingError, StreamShard, export_safetensors, init_weights
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, full_weights, lm_step, stack_step
+from tests.reference import FP32, Call, assert_same, engine_inside, full_weights, lm_step, stack_step
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
@@ -79,15 +77,24 @@ def test_using_an_empty_model_raises_and_names_an_empty_tensor(context: RankCont
     print(model.memory_report())
 
 
+class _Scaled(NormStack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+
 @on_ranks(1, 2)
 def test_state_dicts_of_the_model_and_of_its_parts_fill_a_meta_model(context: RankContext) -> None:
-    """The first that has none is named; then it trains. A value of another shape fills nothing, buffers count too."""
+    """The first that has none is named; then it trains. A value of another shape fills nothing, buffers count too.
+
+    A scalar takes shape 1, which old files have, as in plain torch.
+    """
     torch.manual_seed(0)
-    plain = NormStack()
-    model: Any = StreamShard(on_meta(NormStack), precision=FP32)
+    plain = _Scaled()
+    model: Any = StreamShard(on_meta(_Scaled), precision=FP32)
     assert model.norms[0].running_mean.isnan().all()
-    state = plain.state_dict()
-    model.load_state_dict({name: state[name] for name in list(state)[:4]}, strict=False)
+    state = {**plain.state_dict(), "scale": torch.tensor([0.5])}
+    model.load_state_dict({name: state[name] for name in list(state)[:5]}, strict=False)
     assert_empty(model, r"parameter 'layers.2.linear.weight', and 15 more, is empty")
     with pytest.raises(RuntimeError, match=r"shape torch.Size\(\[3\]\) from .* torch.Size\(\[16, 16\]\)"):
         model.load_state_dict({"layers.2.linear.weight": torch.ones(3)}, strict=False)
@@ -97,23 +104,9 @@ def test_state_dicts_of_the_model_and_of_its_parts_fill_a_meta_model(context: Ra
     model.load_state_dict({name: value for name, value in state.items() if "norms.0" not in name}, strict=False)
     assert_empty(model, r"buffer 'norms.0.running_var' is empty: .*init_weights\(model, function\)")
     model.norms[0].load_state_dict({"running_var": torch.ones(DIM)}, strict=False)
-    assert not engine_of(model).empty
+    assert not engine_inside(model).empty
     assert_same(full_weights(model), plain.state_dict(), "weights")
     stack_step(model, Call(0, context.rank, context.world_size, 1.0))
-
-
-class _Scaled(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-
-@on_ranks(1, 2)
-def test_a_scalar_takes_shape_1_as_in_plain_torch(context: RankContext) -> None:
-    """The state dict may be old. A model from meta then has the value."""
-    model = StreamShard(on_meta(_Scaled), precision=FP32)
-    model.load_state_dict({**Stack().state_dict(), "scale": torch.tensor([3.0])})
-    assert full_weights(model)["scale"].item() == 3.0
 
 
 @on_ranks(1, 2)
@@ -138,7 +131,7 @@ def test_rank_0_has_values_for_ranks_that_have_none(context: RankContext, make: 
     for buffer in plain.buffers():
         buffer.copy_(torch.ones_like(buffer) + 1)
     model = StreamShard(copy.deepcopy(plain) if context.rank == 0 else on_meta(make), precision=FP32)
-    assert not engine_of(model).empty
+    assert not engine_inside(model).empty
     assert_same(full_weights(model), plain.state_dict(), "weights")
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffers")
 

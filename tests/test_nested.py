@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict, UserDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,18 +57,6 @@ class _Tagged(tuple[Tensor, ...]):
         return new
 
 
-class _Queue(list[Any]):
-    def __init__(self, tag: str, *items: Any) -> None:
-        super().__init__(items)
-        self.tag = tag
-
-
-class _Batch(dict[str, Any]):
-    def __init__(self, tag: str, **items: Any) -> None:
-        super().__init__(items)
-        self.tag = tag
-
-
 class _Attributes(dict[str, Any]):
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
@@ -79,14 +67,10 @@ _CONTAINERS: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda x: [x, None],
     "tuple": lambda x: (x, "text"),
     "dict": lambda x: {"x": x, "other": 1},
-    "OrderedDict": lambda x: OrderedDict(other=1, x=x),
     "defaultdict": lambda x: defaultdict(list, x=x),
-    "UserDict": lambda x: UserDict(x=x, other=1),
-    "transformers' batch": lambda x: BatchEncoding({"x": x, "input_ids": torch.zeros(2, dtype=torch.long)}),
-    "transformers' output": lambda x: CausalLMOutputWithPast(logits=x),
+    "transformers' batch, a UserDict": lambda x: BatchEncoding({"x": x, "input_ids": torch.zeros(2, dtype=torch.long)}),
+    "transformers' output, an OrderedDict": lambda x: CausalLMOutputWithPast(logits=x),
     "dict with attributes": lambda x: _Attributes(x=x, other=1),
-    "subclass of dict": lambda x: _Batch("tag", x=x),
-    "subclass of list": lambda x: _Queue("tag", x, 1),
     "subclass of tuple": lambda x: _Tagged("tag", x),
     "namedtuple": _Row,
     "torch.return_types": lambda x: x.max(0),

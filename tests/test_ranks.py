@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from streamshard.comm.streams import Rule, StreamName
+from streamshard.comm.streams import Rule
 from tests.adversary import make_adversarial
 from tests.mutants import MUTANTS, ROOT
 from tests.ranks import PRELOADED, PRELOADED_LAST, PRELOADED_TOO, RankContext, RankFailure, RankPool, on_ranks
-from tests.reference import FP32, case, counted_collectives, engine_inside, full_weights
+from tests.reference import FP32, case, full_weights
 from tests.scenarios import BF16, dropping, sharded, train
-from tests.simulated import CPU, simulated_device
 
 
 def _sum_of_ranks(context: RankContext, offset: int) -> int:
@@ -67,23 +65,6 @@ def test_to_the_adversary_a_missing_wait_for_a_slot_shows_as_nan(context: RankCo
         with make_adversarial(model), dropping(model, rule):
             train(model, "plain", context)
             assert any(value.isnan().any() for value in full_weights(model).values())
-
-
-@on_ranks(2)
-def test_the_adversary_keeps_a_device_busy_before_each_collective_and_copy(context: RankContext) -> None:
-    """On their streams: no host waits there, so only a slow device makes them late."""
-    settings: dict[str, Any]
-    for settings, names in (({}, ()), ({"offload": "state"}, (StreamName.FETCH, StreamName.STORE))):
-        with simulated_device() as device:
-            model = sharded("plain", FP32, **settings)
-            streams, slept = engine_inside(model).streams, list[Any]()
-            device._sleep = lambda cycles, slept=slept: slept.append(device.current_stream(CPU))  # type: ignore[attr-defined]
-            with make_adversarial(model), counted_collectives(model) as counts:
-                train(model, "plain", context, steps=2)
-        comm, *of_copies = map(streams.device_stream, (StreamName.COMM, *names))
-        assert {*of_copies} <= {*slept}
-        if not names:
-            assert slept == [comm] * (counts["all_gather"] + counts["reduce_scatter"])
 
 
 def test_each_mutant_can_be_applied_and_has_tests() -> None:

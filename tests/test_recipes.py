@@ -9,14 +9,14 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -40,40 +40,30 @@ def _script(name: str) -> dict[str, Any]:
     return names
 
 
-def _ddp(model: nn.Module) -> Any:
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
-def _assert_same(models: Sequence[Any], losses: list[float], plain: Sequence[nn.Module], wanted: list[float]) -> None:
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    for model, other in zip(models, plain, strict=True):
-        assert difference(full_weights(model), full_weights(other)) < 1e-5
-        buffers: list[dict[str, Tensor]] = [dict(each.named_buffers()) for each in (model, other)]
-        assert difference({"": torch.zeros(1), **buffers[0]}, {"": torch.zeros(1), **buffers[1]}) < 1e-5
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["gan", "distillation", "vision_language"])
+@pytest.mark.parametrize("name", ["gan", "distillation", "vision_language", "unet"])
 def test_a_recipe_trains_as_under_ddp(context: RankContext, name: str) -> None:
+    """The U-Net's second model is its average."""
     if name == "vision_language":
         pytest.importorskip("transformers")
     script = _script(name)
     models, losses = script["main"](STEPS)
-    plain = script["make_models"]() if "make_models" in script else (script["make_model"](),)
-    wrapped = [_ddp(each) if any(param.requires_grad for param in each.parameters()) else each for each in plain]
+    plain = script["make_models"]() if "make_models" in script else [script["make_model"]()]
+    wrapped = [
+        DistributedDataParallel(each, find_unused_parameters=True)
+        if any(param.requires_grad for param in each.parameters())
+        else each
+        for each in plain
+    ]
+    if name == "unet":
+        wrapped.append(AveragedModel(plain[0], multi_avg_fn=get_ema_multi_avg_fn(script["DECAY"])))
+        plain.append(wrapped[1].module)
     wanted = script["train"](*wrapped, STEPS, context.rank)
-    _assert_same(models, losses, plain[: len(models)], wanted)
-
-
-@on_ranks(2)
-def test_the_u_net_and_its_average_train_as_under_ddp(context: RankContext) -> None:
-    script = _script("unet")
-    models, losses = script["main"](STEPS)
-    plain = script["make_model"]()
-    wrapped = _ddp(plain)
-    average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(script["DECAY"]))
-    wanted = script["train"](wrapped, average, STEPS, context.rank)
-    _assert_same(models, losses, (plain, average.module), wanted)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for model, other in zip(models, plain[: len(models)], strict=True):
+        assert difference(full_weights(model), full_weights(other)) < 1e-5
+        buffers: list[dict[str, Tensor]] = [dict(each.named_buffers()) for each in (model, other)]
+        assert difference({"": torch.zeros(1), **buffers[0]}, {"": torch.zeros(1), **buffers[1]}) < 1e-5
 
 
 @on_ranks(2)

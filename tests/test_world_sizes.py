@@ -1,10 +1,15 @@
-"""Thousands of ranks, one of which is here: torch's "fake" backend, whose collectives do nothing, is the rest."""
+"""Thousands of ranks, parameters or layers: a rank's work does not grow with the ranks, and in proportion to the rest.
+
+One rank is here: torch's "fake" backend, whose collectives do nothing, is the others.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
@@ -14,14 +19,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from streamshard import ConfigError, Precision, StreamShard
+import streamshard
+from streamshard import (
+    ConfigError,
+    Precision,
+    StreamShard,
+    export_safetensors,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    load_optimizer_state_dict,
+    load_safetensors,
+    plan,
+    save_checkpoint,
+)
 from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective
+from streamshard.optim import WholeParameterOptimizer
 from tests.models import Stack
+from tests.ranks import RankContext, on_ranks
 from tests.reference import Operators, engine_inside, heard_collectives
 from tests.scenarios import BF16
 from tests.simulated import simulated_device
+from tests.test_meta_device import on_meta
 
 
 @contextlib.contextmanager
@@ -121,3 +141,84 @@ def test_sums_in_16_bits_over_more_than_256_ranks_are_refused() -> None:
         StreamShard(Stack((8,) * 3), precision=precision)
     with _one_of(257), simulated_device(), pytest.raises(ConfigError, match=r"bfloat16 on 257 ranks.*float32"):
         StreamShard(Stack((8,) * 3), precision=precision)
+
+
+FEW = 14
+# Loops in comm/ ask until other ranks have come. torch's load_state_dict looks at all names for each layer.
+NOT_COUNTED = (str(Path(streamshard.__file__).parent / "comm"), nn.modules.module.__file__)
+
+
+class _Layer(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(count)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * torch.stack(list(self.scales)).sum(0)
+
+
+def _parameters(count: int) -> nn.Module:
+    return nn.Sequential(*[_Layer(count) for _ in range(2)])
+
+
+def _layers(count: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(count)])
+
+
+class _Calls(dict[str, Counter[str]]):
+    """By action, counts calls of each function, of Python and C, by where it is, or its caller."""
+
+    def __call__(self, name: str, action: Callable[[], Any]) -> Any:
+        counts = self[name] = Counter[str]()
+
+        def count(frame: Any, event: str, argument: Any) -> None:
+            code = frame.f_code
+            if event in ("call", "c_call") and not code.co_filename.startswith(NOT_COUNTED):
+                called = getattr(argument, "__name__", "") if event == "c_call" else ""
+                counts[f"{code.co_filename}:{code.co_firstlineno} {code.co_name} {called}"] += 1
+
+        sys.setprofile(count)
+        try:
+            return action()
+        finally:
+            sys.setprofile(None)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _everything(build: Callable[[int], nn.Module], count: int, directory: Path) -> dict[str, Counter[str]]:
+    calls = _Calls()
+    model: Any = calls("shard", lambda: StreamShard(build(count)))
+    optimizers = [torch.optim.AdamW(model.parameters()), WholeParameterOptimizer(model.parameters(), torch.optim.AdamW)]
+    for number, optimizer in enumerate(optimizers):
+        kind, path = type(optimizer).__name__, directory / f"{count}-{number}"
+        _step(model, optimizer)
+        calls(f"{kind}: step", lambda: _step(model, optimizer))  # noqa: B023  # called at once
+        calls(f"{kind}: save", lambda: save_checkpoint(path, model, optimizer))  # noqa: B023
+        calls(f"{kind}: load", lambda: load_checkpoint(path, model, optimizer))  # noqa: B023
+        state = calls(f"{kind}: collect", lambda: full_optimizer_state_dict(model, optimizer))  # noqa: B023
+        calls(f"{kind}: scatter", lambda: load_optimizer_state_dict(model, optimizer, state))  # noqa: B023
+    calls("collect", lambda: model.load_state_dict(model.full_state_dict(rank0_only=False)))
+    calls("export", lambda: export_safetensors(model, directory / f"{count}-files"))
+    fresh: Any = calls("shard on meta", lambda: StreamShard(on_meta(lambda: build(count))))
+    calls("fill", lambda: load_safetensors(fresh, directory / f"{count}-files"))
+    calls("print", lambda: repr(fresh))
+    calls("plan", lambda: plan(lambda: build(count), 8))
+    return calls
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world_size", "build"), [(1, _layers), (2, _layers), (2, _parameters)])
+def test_twice_the_parameters_take_less_than_three_times_the_calls(
+    context: RankContext, tmp_path: Path, build: Callable[[int], nn.Module]
+) -> None:
+    """Of any function, so that a loop inside a loop shows before it takes time."""
+    few, many = (_everything(build, count, tmp_path) for count in (FEW, 2 * FEW))
+    for action, counts in many.items():
+        grown = {each: (few[action][each], counts[each]) for each in counts}
+        too_many = {each: two for each, two in grown.items() if two[1] > max(3 * two[0], 4 * FEW)}
+        assert not too_many, f"{action}: {too_many}"

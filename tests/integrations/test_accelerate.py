@@ -19,26 +19,35 @@ from accelerate.utils import DistributedType, GradScalerKwargs, TorchDynamoPlugi
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import Precision, StreamShard
-from streamshard.core.module_state import engine_of
-from streamshard.errors import ConfigError, ShardingError
+from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import Trained, launched, load_example, loader, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
-from tests.reference import assert_same
+from tests.reference import assert_same, engine_inside
 from tests.simulated import simulated_device
 
 
 @on_ranks(2)
 def test_a_prepared_model_trains_as_under_ddp(context: RankContext) -> None:
-    """Clipped by value; by norm, and in micro-batches, in other tests."""
-    with launched(context):
-        theirs = Trained(stock, steps=5, clip="value")
-    with launched(context):
-        ours = Trained(StreamShardAccelerator, steps=5, clip="value")
-        assert isinstance(ours.model, StreamShard)
-        assert ours.accelerator.unwrap_model(ours.model) is ours.model
-    same(ours, theirs)
+    """Clipped by norm, which also replicas and state in host memory are, or by value; in micro-batches in other tests.
+
+    With state in host memory accelerate clips, and its scheduler changes options, of a step that is late.
+    """
+    on_cpu = context.device.type == "cpu"
+    for clip in ("value", "norm"):
+        with launched(context):
+            theirs = Trained(stock, steps=4, clip=clip)
+        with launched(context):
+            replicas = init_device_mesh(context.device.type, (2, 1)) if clip == "norm" else None
+            ours = Trained(StreamShardAccelerator, steps=4, clip=clip, mesh=replicas)
+            assert isinstance(ours.model, StreamShard)
+            assert engine_inside(ours.model).ranks.world_size == (1 if clip == "norm" else 2)
+            assert ours.accelerator.unwrap_model(ours.model) is ours.model
+        same(ours, theirs)
+    with launched(context), simulated_device() if on_cpu else contextlib.nullcontext():
+        ours = Trained(StreamShardAccelerator, steps=4, offload="state")
+        assert engine_inside(ours.model).host is not None
+        same(ours, theirs)
 
 
 @on_ranks(2)
@@ -53,7 +62,7 @@ def test_bf16_equals_ddp_with_autocast(context: RankContext) -> None:
         torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-3, atol=1e-4)
     with launched(context):
         ours = Trained(StreamShardAccelerator, steps=6, mixed_precision="bf16")
-        assert engine_of(ours.model).precision.param_dtype is torch.bfloat16
+        assert engine_inside(ours.model).precision.param_dtype is torch.bfloat16
         torch.testing.assert_close(ours.losses, theirs.losses, rtol=5e-2, atol=1e-2)
 
 
@@ -65,7 +74,7 @@ def test_fp16_scales_losses_on_cpus_too(context: RankContext) -> None:
     with launched(context):
         scale = GradScalerKwargs(init_scale=1024.0)
         ours = Trained(StreamShardAccelerator, steps=4, mixed_precision="fp16", kwargs_handlers=[scale])
-        assert engine_of(ours.model).precision.param_dtype is torch.float16
+        assert engine_inside(ours.model).precision.param_dtype is torch.float16
         torch.testing.assert_close(ours.losses, theirs.losses, rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(ours.norms, theirs.norms, rtol=5e-2, atol=1e-2)
         assert not ours.accelerator.optimizer_step_was_skipped
@@ -181,12 +190,12 @@ def test_options_are_those_of_streamshard(context: RankContext) -> None:
     """Without mixed precision parameters compute in their own dtypes."""
     options: dict[str, Any] = {"weight_slots": "all", "units": ["Layer", "head"], "resident": "layers.1"}
     with launched(context):
-        engine = engine_of(StreamShardAccelerator(**options).prepare(make_model()))
+        engine = engine_inside(StreamShardAccelerator(**options).prepare(make_model()))
         assert engine.plan.keeps_weights
         assert [unit.name for unit in engine.units[1:]] == [*(f"layers.{number}" for number in range(4)), "head"]
         assert [unit.is_streamed for unit in engine.units[1:]] == [True, False, True, True, False]
         for dtype in (torch.bfloat16, torch.float32):
-            engine = engine_of(StreamShardAccelerator().prepare(make_model().to(dtype)))
+            engine = engine_inside(StreamShardAccelerator().prepare(make_model().to(dtype)))
             assert {param.unsharded.dtype for unit in engine.units for param in unit.params} == {dtype}
 
 
@@ -202,22 +211,6 @@ def test_options_that_contradict_each_other_are_refused(context: RankContext, mo
     contradiction = pytest.raises(ConfigError, match="bfloat16, and mixed_precision is 'fp16'")
     with launched(context, ACCELERATE_MIXED_PRECISION="fp16"), contradiction:
         StreamShardAccelerator(precision=Precision()).prepare(make_model())
-
-
-@on_ranks(2)
-def test_replicas_and_state_in_host_memory_train_as_ddp(context: RankContext) -> None:
-    """accelerate clips, and its scheduler changes options of a step that is late."""
-    with launched(context):
-        theirs = Trained(stock, steps=4)
-    with launched(context):
-        ours = Trained(StreamShardAccelerator, steps=4, mesh=init_device_mesh(context.device.type, (2, 1)))
-        assert engine_of(ours.model).ranks.world_size == 1
-    same(ours, theirs)
-    on_cpu = context.device.type == "cpu"
-    with launched(context), simulated_device() if on_cpu else contextlib.nullcontext():
-        ours = Trained(StreamShardAccelerator, steps=4, offload="state")
-        assert engine_of(ours.model).host is not None
-        same(ours, theirs)
 
 
 @on_ranks(2)
@@ -251,7 +244,7 @@ def test_a_script_without_a_launcher_trains_on_one_process(context: RankContext)
 def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments: Any) -> list[float]:
     """What the example's ``main`` returns, with `make` in the place of the class that the changed line imports."""
     example = load_example(f"accelerate/{name}.py")
-    assert example.Accelerator is StreamShardAccelerator
+    imported = next(each for each, value in vars(example).items() if value is StreamShardAccelerator)
     with launched(context), contextlib.redirect_stdout(io.StringIO()):
         accelerators: list[Any] = []
 
@@ -260,7 +253,7 @@ def _run(context: RankContext, name: str, make: Callable[..., Any], **arguments:
             accelerators[-1].state.destroy_process_group = lambda: None  # which is the test's
             return accelerators[-1]
 
-        example.Accelerator = made
+        setattr(example, imported, made)
         return example.main(**arguments)
 
 
@@ -292,11 +285,5 @@ def test_checkpointing_and_going_on_within_an_epoch(context: RankContext, tmp_pa
 @on_ranks(2)
 def test_local_sgd(context: RankContext) -> None:
     """Which is no numbers of DDP's: it trains, and processes have other weights between averages."""
-    example = load_example("accelerate/local_sgd.py")
-    with launched(context), contextlib.redirect_stdout(io.StringIO()):
-        example.StreamShardAccelerator.end_training = lambda self: None
-        try:
-            losses = example.main()
-        finally:
-            del example.StreamShardAccelerator.end_training
+    losses = _run(context, "local_sgd", StreamShardAccelerator)
     assert losses[-1] < losses[0]

@@ -10,8 +10,7 @@ import torch
 from accelerate import load_checkpoint_in_model
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
-from streamshard import Precision, StreamShard
-from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard import CheckpointError, ConfigError, Precision, ShardingError, StreamShard
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, on_ranks, stock
 from tests.ranks import RankContext, RankPool

@@ -23,10 +23,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 NEEDS_DIFFUSERS = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers")
 
 
-_DECODER: dict[str, Any] = {
-    "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 24, "vocab_size": 61, "max_position_embeddings": 32, "pad_token_id": 0,
-}  # fmt: skip
+_DECODER = {**families._DECODER, **families._ENDS, "num_hidden_layers": 3}
 _MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 # The first layer has another form than the rest.
 _EXPERTS = {

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from tests.integrations.trainers import arguments_of, launched, train
+from tests.integrations.trainers import Run, launched, train
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import assert_same_state, difference, full_weights
 
@@ -235,18 +235,11 @@ def test_an_accelerator_trains_what_one_process_trains(context: RankContext, siz
         loader = accelerator.prepare(DataLoader(range(7), batch_size=2))  # type: ignore[arg-type]
         texts = [text for own in loader for text in accelerator.gather_for_metrics([f"row {row}" for row in own])]
         assert texts == [f"row {row}" for row in range(7)]  # each once
-
-
-@on_ranks(2)
-def test_a_reference_model_with_dtensors_is_prepared_for_evaluation(context: RankContext) -> None:
-    """Its parameters require gradients afterwards, as before."""
-    with launched(context):
-        accelerator = StreamShardAccelerator(parallelism_config=ParallelismConfig(tp_size=2))
-        model = _parallel("llama", accelerator.torch_device_mesh["tp"])
-        prepared = accelerator.prepare_model(model, evaluation_mode=True)
-        assert all(param.requires_grad for param in prepared.parameters())
+        reference = _parallel("llama", accelerator.torch_device_mesh["tp"])
+        assert accelerator.prepare_model(reference, evaluation_mode=True) is reference
+        assert all(param.requires_grad for param in reference.parameters())  # as before
         with torch.no_grad():
-            assert prepared(input_ids=_rows()[0]).logits.shape == (4, 10, WORDS)
+            assert reference(input_ids=_rows()[0]).logits.shape == (4, 10, WORDS)
 
 
 @on_ranks(2)
@@ -260,46 +253,41 @@ def test_a_parallelism_config_of_other_sizes_is_refused(context: RankContext) ->
             StreamShardAccelerator(parallelism_config=config)
 
 
-def _assert_trainer_trains_as_one_process(model: Any, path: Path, parallelism: Any = None) -> None:
-    """Train a Llama with Trainer, and compare the norms that it logs, and the weights."""
+def _assert_trainer_trains_as_one_process(model: Any, path: Path, dp: int = 1, parallelism: Any = None) -> Run:
+    """Train a Llama with Trainer on `dp` data ranks, and compare the norms that it logs, and the weights."""
     data = [{"input_ids": row, "labels": row} for row in torch.cat(_rows())]
 
     def in_order(trainer: Any) -> None:
         trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(data)
 
-    options: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": STEPS, "max_grad_norm": CLIP}
+    options: dict[str, Any] = {"per_device_train_batch_size": 4 // dp, "max_steps": STEPS, "max_grad_norm": CLIP}
     options |= {"lr_scheduler_type": "constant", "weight_decay": 0.0, "parallelism_config": parallelism}
+    options["per_device_eval_batch_size"] = 1  # each row counts as much as the others
     given = {"streamshard": {"precision": "fp32"}}
     run = train(StreamShardTrainer, model, path, data, given=given, before=in_order, **options)
     logs = [entry["grad_norm"] for entry in run.history if "grad_norm" in entry]
     wanted_norms, wanted = _train(_made())
     assert logs == pytest.approx(wanted_norms, rel=1e-4)
     assert difference(run.weights, wanted) < 1e-5
+    return run
 
 
 @on_ranks(4)
-def test_trainer_with_a_parallelism_config_trains_what_one_process_trains(context: RankContext, tmp_path: Path) -> None:
-    """All four ranks are one tensor parallel group: Trainer's log of norms equals plain PyTorch's norms."""
-    config = ParallelismConfig(dp_shard_size=1, tp_size=4)
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp of trainer",))
-    with launched(context):
-        _assert_trainer_trains_as_one_process(_parallel("llama", mesh), tmp_path, config)
-
-
-@on_ranks(4)
-def test_trainer_predicts_each_row_once(context: RankContext, tmp_path: Path) -> None:
-    """Of seven rows on 2 x 2 ranks; the loss is their mean."""
+def test_trainer_trains_what_one_process_trains_and_predicts_each_row_once(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """On 2 x 2 ranks: Trainer's log of norms equals plain PyTorch's norms. Of seven rows; the loss is their mean."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp of rows", "tp of rows"))
     rows = torch.cat(_rows())[:7]
     with launched(context):
         config = ParallelismConfig(dp_shard_size=2, tp_size=2)
-        arguments = arguments_of(tmp_path, parallelism_config=config, per_device_eval_batch_size=1)
-        model, options = _parallel("llama", world["tp of rows"]), {"precision": "fp32"}
-        dataset = [{"input_ids": row, "labels": row} for row in rows]
-        found: Any = StreamShardTrainer(model, arguments, streamshard=options).predict(dataset)  # type: ignore[arg-type]
+        run = _assert_trainer_trains_as_one_process(_parallel("llama", world["tp of rows"]), tmp_path, 2, config)
+        found = run.trainer.predict([{"input_ids": row, "labels": row} for row in rows])
     assert torch.equal(torch.as_tensor(found.label_ids), rows)
+    plain = _made()
+    plain.load_state_dict(run.weights)
     with torch.no_grad():
-        wanted = _made()(input_ids=rows, labels=rows)
+        wanted = plain(input_ids=rows, labels=rows)
     assert torch.allclose(torch.as_tensor(found.predictions), wanted.logits, atol=1e-5)
     assert found.metrics["test_loss"] == pytest.approx(float(wanted.loss), rel=1e-5)
 

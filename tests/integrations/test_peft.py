@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from streamshard import StreamShard, export_safetensors
+from streamshard import CheckpointError, ShardingError, StreamShard, export_safetensors
 from streamshard.comm.streams import Collective
 from streamshard.core.module_state import engine_of
-from streamshard.errors import CheckpointError, ShardingError
 from tests import families
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_rows
@@ -62,12 +61,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def _base(kind: str = "lora") -> nn.Module:
+def _base(kind: str = "lora") -> Any:
+    """The same at each call."""
+    torch.manual_seed(3)
     return (families.mixtral if kind == "experts" else families.llama)(num_hidden_layers=2)
 
 
 def _build(kind: str = "lora") -> Any:
-    torch.manual_seed(3)
     return peft.get_peft_model(_base(kind), CONFIGS[kind]())
 
 
@@ -99,14 +99,8 @@ def test_every_method_trains_and_is_saved_as_without_sharding(context: RankConte
     tokens = token_batch(0, 0)
     with torch.no_grad():
         logits = model.eval()(input_ids=tokens.to(context.device)).logits
-        loaded = peft.PeftModel.from_pretrained(_same_base(kind), tmp_path / "ours").eval()
+        loaded = peft.PeftModel.from_pretrained(_base(kind), tmp_path / "ours").eval()
         assert_same({"logits": logits}, {"logits": loaded(input_ids=tokens).logits}, "logits of what is loaded")
-
-
-def _two_adapters() -> Any:
-    model = _build()
-    model.add_adapter("other", lora(r=2))
-    return model
 
 
 @on_ranks(2)
@@ -114,7 +108,6 @@ def test_adalora_is_refused_because_it_ranks_rows_of_adapters(context: RankConte
     """AdaLoRA's budget: a rank would sum up the rows that it has. Its forward reads adapters of all layers."""
     budget = {"init_r": 3, "target_r": 2, "tinit": 0, "tfinal": 0, "total_step": 4, "deltaT": 1}
     config = method("AdaLoraConfig", target_modules=["q_proj"], **budget)()
-    torch.manual_seed(3)
     model: Any = StreamShard(peft.get_peft_model(_base(), config), precision=FP32)
     with pytest.raises(ShardingError, match=r"lora_A.default' is computed with while its layer does not run"):
         step(model, Call(0, context.rank, context.world_size, 1.0))
@@ -157,14 +150,8 @@ def _saved_without_sharding(model: Any, build: Callable[[], Any], directory: Pat
     return _contents(directory)
 
 
-def _same_base(kind: str) -> nn.Module:
-    torch.manual_seed(3)
-    return _base(kind)
-
-
 def _with_native_adapter() -> Any:
     """Adapted by transformers, without PEFT's class around the model."""
-    torch.manual_seed(3)
     model: Any = _base()
     model.add_adapter(lora())
     return model
@@ -192,7 +179,7 @@ def test_trainer_saves_adapters_of_add_adapter_as_with_ddp(context: RankContext,
     theirs, trained, model = (_contents(tmp_path / each) for each in ("Trainer", ours.name, "model"))
     for found in (trained, model):
         assert_same({name: found[name] for name in model}, {name: theirs[name] for name in model}, "saved")
-    loaded: Any = _same_base("lora")
+    loaded: Any = _base()
     loaded.load_adapter(ours)
     assert_same(loaded.state_dict(), run.weights, "weights of what is loaded")
 
@@ -200,11 +187,17 @@ def test_trainer_saves_adapters_of_add_adapter_as_with_ddp(context: RankContext,
 @on_ranks(2)
 def test_save_pretrained_takes_pefts_arguments_and_raises_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
     """One adapter of two; weights that are given, on one rank. An earlier save survives an error."""
-    model: Any = StreamShard(_two_adapters(), precision=FP32)
+
+    def two_adapters() -> Any:
+        made = _build()
+        made.add_adapter("other", lora(r=2))
+        return made
+
+    model: Any = StreamShard(two_adapters(), precision=FP32)
     model.save_pretrained(tmp_path / "one", selected_adapters=["other"], is_main_process=context.rank == 0)
     assert not (tmp_path / "one/adapter_model.safetensors").exists()
     assert (tmp_path / "one/other/adapter_model.safetensors").exists()
-    wanted = _saved_without_sharding(model, _two_adapters, tmp_path / f"plain{context.rank}")
+    wanted = _saved_without_sharding(model, two_adapters, tmp_path / f"plain{context.rank}")
     # Nothing would load the names of a model without PeftModel; `save_pretrained` would save adapters only.
     others = [StreamShard(each, precision=FP32) for each in (_build().base_model.model, _with_native_adapter())]
     told = r"has adapters of PEFT.*shard the PeftModel.*model.save_pretrained\("
@@ -239,8 +232,8 @@ def test_adapters_are_converted_as_without_sharding(context: RankContext, tmp_pa
 
 
 @on_ranks(2)
-def test_merging_is_refused_because_it_computes_with_pieces(context: RankContext) -> None:
-    """Where parameters are full, too: no rank could save what merge_and_unload returns."""
+def test_merging_and_new_adapters_of_a_sharded_model_are_refused(context: RankContext, tmp_path: Path) -> None:
+    """Merging computes with pieces, and no rank could save its result. An adapter that is new is this rank's alone."""
     model = _trained(context)
     with pytest.raises(ShardingError, match=r"matmul\(\) of parameter .*lora_B.default.weight' outside of its"):
         model.merge_adapter()
@@ -250,12 +243,6 @@ def test_merging_is_refused_because_it_computes_with_pieces(context: RankContext
             part.merge_and_unload()
         with pytest.raises(ShardingError, match=in_one_process), model.summon_full_params():
             part.merge_and_unload()
-
-
-@on_ranks(2)
-def test_a_new_adapter_after_sharding_is_refused_at_the_next_forward(context: RankContext, tmp_path: Path) -> None:
-    """It would be this rank's alone."""
-    model = _trained(context)
     model.save_pretrained(tmp_path)
     model.load_adapter(tmp_path, "new")
     with pytest.raises(ShardingError, match="new"):

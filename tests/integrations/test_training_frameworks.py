@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from streamshard.core.module_state import engine_of
 from streamshard.errors import ConfigError
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows, make_tokenizer
 from tests.integrations.trainers import assert_equal, launched, train, whole_weights
 from tests.ranks import RankContext
-from tests.reference import assert_same
+from tests.reference import assert_same, engine_inside
 
 
 class _Config(dict[str, Any]):
@@ -59,7 +58,7 @@ def _assert_trains_as_ddp(sharded: Any, tmp_path: Path, **options: Any) -> Any:
         for each, name in ((Trainer, "theirs"), (sharded, "ours"))
     )
     assert_equal(ours, theirs)
-    assert engine_of(ours.trainer.model).plan.keeps_weights
+    assert engine_inside(ours.trainer.model).plan.keeps_weights
     return ours.trainer.model
 
 
@@ -145,7 +144,7 @@ def test_llamafactorys_backend_trains_as_ddp_and_continues(context: RankContext,
     whole: Any = DistributedDataParallel(make_model("llama"))
     wanted = _steps(whole, torch.optim.AdamW(whole.parameters(), lr=1e-2), context.rank, 4)
     model = make()
-    assert engine_of(model).plan.keeps_weights
+    assert engine_inside(model).plan.keeps_weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.testing.assert_close(_steps(model, optimizer, context.rank, 4), wanted, rtol=1e-4, atol=1e-6)
     assert_same(whole_weights(model), whole.module.state_dict(), "weights")

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamshard import StreamShard
-from streamshard.errors import ConfigError, ShardingError
+from streamshard import ConfigError, ShardingError, StreamShard
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_texts, make_tokenizer
 from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, run_example, train

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,13 +152,6 @@ def assert_equal(
     if not weights:
         return
     torch.testing.assert_close(ours.weights, theirs.weights, rtol=1e-4, atol=atol)
-
-
-def compare(classes: Iterable[Any], make: Callable[[], nn.Module], out: Path, data: Any, **options: Any) -> list[Run]:
-    """Train what `make` makes with each of two classes, in directories of their names; the runs are equal."""
-    runs = [train(each, make(), out / each.__name__, data, **options) for each in classes]
-    assert_equal(runs[1], runs[0])
-    return runs
 
 
 def run_example(name: str, trainer_class: type | None = None, **arguments: Any) -> list[float]:
