@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -100,3 +101,27 @@ def test_a_script_beside_an_editable_clone_finds_the_package(tmp_path: Path) -> 
     run = [sys.executable, "-S", str(script)]  # without what is installed here
     found = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert found.stdout.strip() == str(clone / "streamshard" / "__init__.py"), found.stderr
+
+
+def test_the_page_lists_modules_in_the_order_of_the_import_contract() -> None:
+    """docs/internals/design.md, "Where to look". Integrations have places of their own."""
+    root = PACKAGE.parent
+    found = re.search(r"^layers = \[(.*?)^\]", (root / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    layers = [re.findall(r"[\w.]+", line) for line in found[1].strip().splitlines()]
+    places = {name: place for place, layer in enumerate(layers) for name in layer if "integrations" not in name}
+    table = (root / "docs/internals/design.md").read_text().partition("Imports point downward in this list")[2]
+    cells = re.findall(r"^\| (`[^|]+) \|", table, re.MULTILINE)
+    rows = [[name for name in re.findall(r"`(\w+)(?:/|\.py)`", cell) if name in places] for cell in cells]
+    assert {name for row in rows for name in row} == places.keys() - {"__main__"}
+    order = [(min(row_places), max(row_places)) for row in rows if (row_places := [places[name] for name in row])]
+    assert all(before[1] <= after[0] for before, after in zip(order, order[1:], strict=False)), rows
+
+
+def test_no_two_functions_or_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(path.name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
