@@ -30,7 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import (
     CheckpointError,
     ConfigError,
-    LocalSGD,
     RankMismatchError,
     Saving,
     ShardingError,
@@ -248,22 +247,6 @@ def test_a_rank_that_dies_while_a_save_runs_is_named(tmp_path: Path) -> None:
     assert re.search(told, output), output
     assert re.search("CommunicationError .*rank 1 has not come", output), output
     assert latest(tmp_path / "run") is None
-
-
-def _destroy_while_saving(directory: Path) -> None:
-    dist.init_process_group("gloo")
-    write, is_destroyed = save.write_file, threading.Event()
-    save.write_file = lambda *args: write(*args) if is_destroyed.wait() else None  # type: ignore[assignment, return-value]
-    save_checkpoint(directory, StreamShard(Stack()), wait=False)
-    dist.destroy_process_group()
-    is_destroyed.set()
-
-
-@pytest.mark.ranks
-def test_a_script_may_end_with_destroy_process_group_while_it_saves(tmp_path: Path) -> None:
-    for code, output in Launched(2, tmp_path, _destroy_while_saving, tmp_path / "run").end():
-        assert code == 0, output
-    assert latest(tmp_path / "run") == tmp_path / "run/checkpoint-1"
 
 
 @on_ranks(2)
@@ -565,22 +548,6 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
     with run.model.summon_full_params(), pytest.raises(ShardingError, match="inside summon_full_params"):
         _save(tmp_path, run)
     assert list(tmp_path.iterdir()) == []
-
-
-@on_ranks(2)
-def test_replicas_that_train_on_their_own_are_all_saved(context: RankContext, tmp_path: Path) -> None:
-    """Between averages of local SGD each replica goes on with its own weights, and with the step of the average."""
-    mesh, runs = init_device_mesh("cpu", (2, 1)), []
-    for _ in range(2):
-        model = StreamShard(Stack(), precision=FP32, mesh=mesh)
-        runs.append((model, LocalSGD(adamw(model), model, period=3, warmup_steps=1)))
-    train_stack(*runs[0], context)
-    save_checkpoint(tmp_path, *runs[0])
-    load_checkpoint(tmp_path, *runs[1])
-    assert runs[1][1].step_count == 3
-    for run in runs:
-        train_stack(*run, context, first=3, steps=4)
-    assert_same(full_weights(runs[1][0]), full_weights(runs[0][0]), "weights", EXACT)
 
 
 @on_ranks(2)

@@ -24,6 +24,7 @@ from tests.reference import (
     EXACT,
     FP32,
     Call,
+    adamw,
     assert_same,
     built,
     case,
@@ -222,18 +223,26 @@ def test_averages_of_weights_load_on_other_numbers_of_ranks(ranks: RankPool, tmp
 
 
 @on_ranks(4)
-def test_each_replica_of_local_sgd_gets_its_own_averages(context: RankContext, tmp_path: Path) -> None:
-    model = sharded_model(mesh=mesh_2d(2, 2))
-    optimizer = LocalSGD(sgd(model), model, period=100, warmup_steps=1)
-    average = Average(model)
+def test_each_replica_of_local_sgd_goes_on_with_its_own_weights_and_averages(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """Between averages over replicas, and with the step of the next one."""
+    runs = []
+    for _ in range(2):
+        model = sharded_model(mesh=mesh_2d(2, 2))
+        runs.append((model, LocalSGD(adamw(model), model, period=3, warmup_steps=1), Average(model)))
+    (model, optimizer, average), (other, its_optimizer, its_average) = runs
     for step in range(3):
         train_stack(model, optimizer, context, first=step, steps=1)
         average.step(model)
     save_checkpoint(tmp_path, model, optimizer, {"average": average})
-    other = Average(model)
-    load_checkpoint(tmp_path, model, optimizer, {"average": other})
-    for wanted, found in zip(average.shadows, other.shadows, strict=True):
+    load_checkpoint(tmp_path, other, its_optimizer, {"average": its_average})
+    assert its_optimizer.step_count == 3
+    for wanted, found in zip(average.shadows, its_average.shadows, strict=True):
         assert torch.equal(piece_of(found), piece_of(wanted))
+    for each, its, _ in runs:
+        train_stack(each, its, context, first=3, steps=4)
+    assert_same(full_weights(other), full_weights(model), "weights", EXACT)
 
 
 @on_ranks(2)
