@@ -49,7 +49,7 @@ from tests.checkpoint.exporting import filled, sharded
 from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
 from tests.families import llama
 from tests.launched import Launched
-from tests.models import DIM, Layer, NormStack, Stack
+from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
     EXACT,
@@ -63,7 +63,6 @@ from tests.reference import (
     piece_of,
     sharded_model,
     stack_step,
-    train_stack,
 )
 
 
@@ -96,34 +95,6 @@ def test_a_run_goes_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
     assert other.model.calls == {"seen": 3}
     assert steps(other, 3, 6) == wanted
     assert_same(weights_of(other), weights_of(run), "weights", EXACT)
-
-
-OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    lambda params: torch.optim.SGD(params, lr=0.01),  # has no state
-    lambda params: torch.optim.Adagrad(params, lr=0.01),  # has state before its first step
-    lambda params: torch.optim.NAdam(params, lr=0.01),  # has numbers beside moments
-    lambda params: torch.optim.AdamW(list(params)[:3], lr=torch.tensor(0.01), amsgrad=True, foreach=False),
-]
-
-
-@on_ranks(2)
-def test_optimizers_go_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
-    """Whatever their state is made of, and before their first step."""
-
-    def make(seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = StreamShard(NormStack(), precision=FP32)
-        return model, OPTIMIZERS[number](model.parameters())
-
-    for number, before in ((0, 1), (1, 0), (2, 2), (3, 1)):
-        run, other = make(0), make(1)
-        train_stack(*run, context, steps=before)
-        path = save_checkpoint(tmp_path, *run).path
-        train_stack(*run, context, first=before, steps=2)
-        train_stack(*other, context, steps=1)
-        load_checkpoint(path, *other)
-        train_stack(*other, context, first=before, steps=2)
-        assert_same(full_weights(other[0]), full_weights(run[0]), f"weights {number}", EXACT)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Any elementwise optimizer of torch.optim gives what it gives on the unsharded model; its whole state travels.
+"""Any elementwise optimizer of torch.optim gives what it gives on the unsharded model.
 
 If a scaled loss overflows on one rank, all ranks skip the step. While an optimizer steps it sees the gradients that
 have elements.
@@ -7,8 +7,6 @@ have elements.
 from __future__ import annotations
 
 import contextlib
-import copy
-import io
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,24 +16,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from streamshard import Precision, StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
+from streamshard import Precision, full_optimizer_state_dict
 from streamshard.errors import ShardingError
-from streamshard.optim import WholeParameterOptimizer, elementwise
+from streamshard.optim import elementwise
 from tests.models import Layer, Stack, vector_batch
-from tests.optim.test_whole_parameters import Mixed, _muon_and_adamw
 from tests.ranks import Call, RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
-    FP32,
     NEAR,
     assert_same,
-    assert_same_state,
     assert_trains_like_plain,
-    built,
     case,
     full_weights,
     piece_of,
@@ -101,135 +94,6 @@ def test_one_rank_has_whole_parameters(context: RankContext) -> None:
         optimizer.step(lambda: 0.0)
         assert all(grad is param.grad for grad, param in zip(grads, model.parameters(), strict=True))
         assert all(weight.isfinite().all() for weight in full_weights(model).values())
-
-
-# -- the whole state ----------------------------------------------------------------------------------------------
-
-
-def assert_near_state(found: Any, wanted: Any, path: str = "state") -> None:
-    """The same containers, numbers and tensors, the latter up to rounding."""
-    assert type(found) is type(wanted), path
-    if isinstance(wanted, torch.Tensor):
-        assert found.dtype is wanted.dtype and found.shape == wanted.shape, path
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=path)
-    elif isinstance(wanted, dict):
-        assert set(found) == set(wanted), path
-        for key in wanted:
-            assert_near_state(found[key], wanted[key], f"{path}.{key}")
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), path
-        for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert_near_state(one, other, f"{path}[{place}]")
-    else:
-        assert found == wanted or abs(found - wanted) < 1e-9, path
-
-
-@on_ranks(2)
-def test_zero_redundancy_optimizer_and_streamshard_read_each_others_state(context: RankContext) -> None:
-    """Both ways, on the same weights, with steps before and after."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    kind, settings = OPTIMIZERS["AdamW"]
-    ddp, again = (DistributedDataParallel(built()) for _ in range(2))
-    zero, other = (ZeroRedundancyOptimizer(each.parameters(), kind, **settings) for each in (ddp, again))
-    train_stack(ddp, zero)
-    zero.consolidate_state_dict(to=0)
-    model = sharded_model()
-    model.load_state_dict(ddp.module.state_dict())
-    optimizer = kind(model.parameters(), **settings)  # type: ignore[call-arg]
-    load_optimizer_state_dict(model, optimizer, zero.state_dict() if context.rank == 0 else None)
-    train_stack(model, optimizer, first=3)
-    train_stack(ddp, zero, first=3)
-    assert_same(full_weights(model), dict(ddp.module.state_dict()), "weights", NEAR)
-
-    again.module.load_state_dict(full_weights(model))
-    other.load_state_dict(full_optimizer_state_dict(model, optimizer, rank0_only=False))
-    train_stack(again, other, first=6)
-    train_stack(model, optimizer, first=6)
-    assert_same(full_weights(model), dict(again.module.state_dict()), "weights", NEAR)
-
-
-@on_ranks(2)
-def test_state_that_does_not_fit_is_refused_on_all_ranks(context: RankContext) -> None:
-    """Another model, or parameters in another order; nothing is changed."""
-    model = sharded_model()
-    optimizer = _two_groups("AdamW")(model)
-    train_stack(model, optimizer)
-    before = full_optimizer_state_dict(model, optimizer, rank0_only=False)
-    plain = Stack()
-    reordered = torch.optim.AdamW(list(plain.parameters())[::-1])
-    train_stack(plain, reordered, steps=1)
-    fewer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-    for other, words in ((reordered, r"exp_avg.*has shape.*same parameters"), (fewer, "is of 1 parameters")):
-        with pytest.raises(ShardingError, match=words):
-            load_optimizer_state_dict(model, optimizer, other.state_dict())
-    assert_same_state(full_optimizer_state_dict(model, optimizer, rank0_only=False), before)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_pieces_of_state_are_not_saved_as_if_they_were_whole(context: RankContext, name: str) -> None:
-    """`accelerator.save_state` writes rank 0's state for all; copies of a state dict can still be loaded again."""
-    model = sharded_model(Mixed)
-    optimizer = _muon_and_adamw(model) if name == "Muon" else _two_groups(name)(model)
-    train_stack(model, optimizer)
-    with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
-        torch.save(optimizer.state_dict(), io.BytesIO())
-    backup, weights = copy.deepcopy(optimizer.state_dict()), full_weights(model)
-    train_stack(model, optimizer, first=3)
-    wanted = full_weights(model)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(backup)
-    assert {type(v) for values in optimizer.state.values() for v in values.values()} == {Tensor}
-    train_stack(model, optimizer, first=3)
-    assert_same(full_weights(model), wanted, "weights", EXACT)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("name", "way", "has_stepped"), [("AdamW", "fused", True), ("Adagrad", "plain", False)])
-def test_whole_state_is_cut_when_the_optimizer_itself_loads_it(
-    context: RankContext, name: str, way: str, has_stepped: bool
-) -> None:
-    """By an optimizer that has stepped, and by one that has not, of whom nobody knows yet."""
-    kind, settings = OPTIMIZERS[name]
-    plain = built()
-    theirs = kind(plain.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
-    train_stack(plain, theirs)
-    model = sharded_model()
-    model.load_state_dict(dict(plain.state_dict()))
-    ours = kind(model.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
-    if has_stepped:
-        train_stack(model, ours, first=7, steps=1)
-        model.load_state_dict(plain.state_dict())
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    assert_near_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
-    train_stack(plain, theirs, first=3)
-    train_stack(model, ours, first=3)
-    assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "name"), [(2, "NAdam"), (3, "Adagrad"), (2, "Adafactor")])
-def test_state_from_before_sharding_is_taken_over(context: RankContext, name: str) -> None:
-    """A model that has trained for a while is sharded; its optimizer goes on. The whole state is plain PyTorch's."""
-    plain, model = built(), built()
-    if name == "Adafactor":
-        theirs = torch.optim.Adafactor(plain.parameters(), lr=0.05)
-        ours = WholeParameterOptimizer(model.parameters(), torch.optim.Adafactor, lr=0.05, round_size=1024)
-    else:
-        theirs, ours = (_two_groups(name)(each) for each in (plain, model))
-    for each, optimizer in ((plain, theirs), (model, ours)):
-        train_stack(each, optimizer)
-    model = StreamShard(model, precision=FP32)
-    for each, optimizer in ((plain, theirs), (model, ours)):
-        train_stack(each, optimizer, first=3)
-    assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
-    state = full_optimizer_state_dict(model, ours, rank0_only=False)
-    assert_near_state(state, theirs.state_dict())
-    assert state["param_groups"] == theirs.state_dict()["param_groups"]
-    assert bool(full_optimizer_state_dict(model, ours)) == (context.rank == 0)
-    if isinstance(ours, WholeParameterOptimizer):
-        assert {ours.owner_of(param) for param in ours.state} <= {None, context.rank}, "state that other ranks own"
 
 
 # -- loss scaling --------------------------------------------------------------------------------------------------

@@ -1,11 +1,7 @@
-"""`WholeParameterOptimizer` with what stands around an optimizer: schedulers, closures, replicas, state dicts, files.
-
-Its state is plain PyTorch's, on and from any number of ranks.
-"""
+"""`WholeParameterOptimizer` with what stands around an optimizer: schedulers, closures, replicas, plain modules."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +19,14 @@ from streamshard import (
     load_optimizer_state_dict,
     save_checkpoint,
 )
-from streamshard.errors import CheckpointError, ConfigError, ShardingError
+from streamshard.errors import ConfigError, ShardingError
 from tests.models import NormStack, vector_batch
 from tests.optim.muon import muon_in_fp32
-from tests.optim.test_optimizers import assert_near_state
-from tests.optim.test_whole_parameters import NEAR, Mixed, _adafactor, _matrices, _muon_and_adamw, whole
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.optim.test_state import Odd
+from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, whole
+from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    EXACT,
     Call,
     Step,
     assert_same,
@@ -43,7 +38,6 @@ from tests.reference import (
     seed,
     sharded_model,
     stack_step,
-    train_stack,
 )
 
 STEPS = 4
@@ -81,27 +75,6 @@ def _freeze_behind(model: nn.Module, call: Call) -> Tensor:
     loss = stack_step(model, call)
     frozen.requires_grad_(False)
     return loss
-
-
-class Odd(torch.optim.SGD):
-    """Keeps state of many kinds: rows, columns, lists, numbers, nothing, and a count that belongs to no parameter."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index]
-        for group in self.param_groups:
-            group["beta"] = group.get("beta", 0.5) * 0.9
-            for param in group["params"]:
-                if param.grad is None or param.ndim < 2:
-                    continue
-                state = self.state[param]
-                state.setdefault("rows", torch.zeros(param.shape[0])).add_(param.grad.flatten(1).square().sum(1))
-                state["step"] = state.get("step", 0) + 1
-                state["one"] = torch.full((1,), float(state["step"]))
-                state["nested"] = {"last": [param.grad.mean(), (state["step"], "text")]}
-                scale = state["rows"].sqrt().add(1.0).view(-1, *[1] * (param.ndim - 1))
-                param.sub_(param.grad / scale, alpha=group["lr"] * group["beta"] * self.state["count"])  # type: ignore[operator]
-        return None
 
 
 class _Rebinds(torch.optim.SGD):
@@ -235,89 +208,3 @@ def test_parameters_of_two_models_are_refused(context: RankContext) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"'layers.0.linear.weight' is of another model.*one .* for each model"):
             optimizer.step()
-
-
-# -- state ----------------------------------------------------------------------------------------------------------
-
-
-def _odd(model: nn.Module) -> Any:
-    return whole(model, model.parameters(), Odd, lr=0.02)
-
-
-BUILD: dict[str, Callable[[nn.Module], Any]] = {
-    "adafactor": _adafactor,
-    "odd": _odd,
-    "muon and adamw": _muon_and_adamw,
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["adafactor", "odd"])
-def test_the_full_state_is_plain_pytorchs_and_goes_both_ways(context: RankContext, name: str) -> None:
-    """Collected from any number of ranks, loaded by plain PyTorch, and back; training goes on alike."""
-    build = BUILD[name]
-    plain, sharded = built(Mixed), sharded_model(Mixed)
-    its, ours = build(plain), build(sharded)
-    train_stack(plain, its, steps=2)
-    train_stack(sharded, ours, steps=2)
-    state = full_optimizer_state_dict(sharded, ours, rank0_only=False)
-    assert_near_state(state, its.state_dict())
-    first_only = full_optimizer_state_dict(sharded, ours)
-    assert_near_state(first_only, state if context.rank == 0 else {})
-
-    other = built(Mixed)
-    other.load_state_dict(full_weights(sharded))
-    other_optimizer = build(other)
-    other_optimizer.load_state_dict(copy.deepcopy(state))
-    again = sharded_model(Mixed)
-    again.load_state_dict(full_weights(sharded))
-    again_optimizer = build(again)
-    if name == "adafactor":  # each rank keeps what it owns or has pieces of
-        again_optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
-    else:
-        load_optimizer_state_dict(again, again_optimizer, its.state_dict() if context.rank == 0 else None)
-    for model, optimizer in ((sharded, ours), (other, other_optimizer), (again, again_optimizer)):
-        train_stack(model, optimizer, first=2, steps=2)
-    assert_same(full_weights(other), full_weights(sharded), "weights of plain PyTorch", NEAR)
-    assert_same(full_weights(again), full_weights(sharded), "weights after loading", NEAR)
-
-
-@muon_in_fp32()
-def _save(context: RankContext, name: str, folder: str, *, background: bool) -> dict[str, torch.Tensor]:
-    model = sharded_model(Mixed)
-    optimizer = BUILD[name](model)
-    train_stack(model, optimizer, steps=2)
-    saving = save_checkpoint(folder, model, optimizer, wait=not background)
-    train_stack(model, optimizer, first=2, steps=2)
-    saving.wait()
-    return full_weights(model)
-
-
-@muon_in_fp32()
-def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tensor]:
-    model = sharded_model(Mixed)
-    optimizer = BUILD[name](model)
-    load_checkpoint(folder, model, optimizer)
-    train_stack(model, optimizer, first=2, steps=2)
-    return full_weights(model)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("name", "before", "after"), [("odd", 2, 2), ("muon and adamw", 1, 2)])
-def test_a_checkpoint_moves_between_numbers_of_ranks(
-    ranks: RankPool, tmp_path: Path, name: str, before: int, after: int
-) -> None:
-    """In the background too; on as many ranks to the bit."""
-    saved = ranks(before).run(_save, name, str(tmp_path), background=before == after)
-    loaded = ranks(after).run(_load, name, str(tmp_path))
-    for weights in loaded:
-        assert_same(weights, saved[0], "weights", EXACT if before == after else NEAR)
-
-
-@on_ranks(2)
-def test_a_checkpoint_of_another_optimizer_is_refused(context: RankContext, tmp_path: Path) -> None:
-    """The classes inside count."""
-    model = sharded_model(Mixed)
-    save_checkpoint(tmp_path, model, _adafactor(model))
-    with pytest.raises(CheckpointError, match=r"Adafactor.*wanted .*WholeParameterOptimizer\(.*Odd\)"):
-        load_checkpoint(tmp_path, model, _odd(model))
