@@ -76,12 +76,12 @@ def test_damaged_files_are_named_before_anything_changes(context: RankContext, t
         file = path / name
         if context.rank == 0:
             whole = file.read_bytes()
-            content = bytearray(whole)
             if kind.startswith("flip"):
-                content[round(float(kind[5:]) * (len(content) - 1))] ^= 4
-            file.write_bytes(content + b" " * (kind == "append") if kind != "cut" else content[:-9])
-            if kind == "lose":
+                flip(file, round(float(kind[5:]) * (len(whole) - 1)))
+            elif kind == "lose":
                 file.unlink()
+            else:
+                file.write_bytes(whole[:-9] if kind == "cut" else whole + b" ")
         dist.barrier()
         with pytest.raises(CheckpointError, match=name if kind != "lose" or "rank" in name else "no whole checkpoint"):
             load_checkpoint(path, *run)

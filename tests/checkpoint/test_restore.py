@@ -54,7 +54,6 @@ from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
-    Call,
     adamw,
     assert_same,
     assert_same_state,
@@ -309,11 +308,11 @@ def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContex
     model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
     optimizer = adamw(model)
     with model.no_sync():
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(0))
         lost = "model: a checkpoint has no gradients, and some have been accumulated"
         with contextlib.nullcontext() if context.rank else pytest.warns(UserWarning, match=lost):
             save_checkpoint(tmp_path, model, optimizer)
-    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(1))
     optimizer.step()
     save_checkpoint(tmp_path, model, optimizer)
 
@@ -358,7 +357,7 @@ def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: P
         both = torch.optim.SGD([*actor.parameters(), *critic.parameters(), *plain.parameters()], lr=0.1, momentum=0.9)
         own = torch.optim.Adam(actor.parameters())
         for model in (actor, critic):
-            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            stack_step(model, context.call(0))
         plain(torch.ones(1, DIM)).sum().backward()
         both.step()
         own.step()

@@ -56,18 +56,10 @@ class Renamed(Layer):
 
 
 class Extra(Layer):
-    """Has extra state, computed from whole weights, and hooks before and after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, ...]] = []
-        self.register_state_dict_pre_hook(lambda module, prefix, keep: self.seen.append(self.linear.weight.shape))
+    """Has extra state, computed from whole weights."""
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"shape": tuple(self.linear.weight.shape), "sum": float(self.linear.weight.detach().sum())}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Nothing to do."""
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {

@@ -30,7 +30,7 @@ from streamshard.errors import CommunicationError
 from tests.launched import in_child
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, RankFailure, await_groups_of_before, on_ranks, open_pool
-from tests.reference import FP32, Call, engine_inside, lm_step, sharded_model
+from tests.reference import FP32, engine_inside, lm_step, sharded_model
 from tests.scenarios import BF16, sharded, train
 
 
@@ -107,7 +107,7 @@ def test_pages_of_slots_that_embedding_and_head_leave_go_back(context: RankConte
     model = sharded_model(lambda: TinyLM(TinyConfig(vocabulary=2048)))
     pages = []
     for number in range(3):
-        lm_step(model, Call(number, context.rank, 2, 1.0))
+        lm_step(model, context.call(number))
         model.zero_grad()
         dist.barrier()
         pages.append(_pages())

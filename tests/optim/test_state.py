@@ -23,9 +23,8 @@ from streamshard import (
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.models import Stack
-from tests.optim.muon import muon_in_fp32
 from tests.optim.test_optimizers import OPTIMIZERS, _two_groups
-from tests.optim.test_whole_parameters import Mixed, _adafactor, _muon_and_adamw, whole
+from tests.optim.test_whole_parameters import Mixed, _adafactor, _muon_and_adamw, muon_in_fp32, whole
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
     EXACT,
@@ -219,7 +218,7 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
 # -- in checkpoints -------------------------------------------------------------------------------------------------
 
 
-@muon_in_fp32()
+@muon_in_fp32
 def _save(context: RankContext, name: str, folder: str, *, background: bool) -> dict[str, torch.Tensor]:
     model = sharded_model(Mixed)
     optimizer = BUILD[name](model)
@@ -230,7 +229,7 @@ def _save(context: RankContext, name: str, folder: str, *, background: bool) -> 
     return full_weights(model)
 
 
-@muon_in_fp32()
+@muon_in_fp32
 def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tensor]:
     model = sharded_model(Mixed)
     optimizer = BUILD[name](model)

@@ -21,9 +21,8 @@ from streamshard import (
 )
 from streamshard.errors import ConfigError, ShardingError
 from tests.models import NormStack, vector_batch
-from tests.optim.muon import muon_in_fp32
 from tests.optim.test_state import Odd
-from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, whole
+from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, muon_in_fp32, whole
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
@@ -106,7 +105,7 @@ PROGRAMS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, Any, int], 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", PROGRAMS)
-@muon_in_fp32()
+@muon_in_fp32
 def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: str) -> None:
     make, prepare, step = PROGRAMS[name]
     optimizers: dict[nn.Module, Any] = {}
@@ -122,7 +121,7 @@ def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: st
 
 
 @on_ranks(1, 2)
-@muon_in_fp32()
+@muon_in_fp32
 def test_a_closure_makes_the_gradients(context: RankContext) -> None:
     """Called once, and its result is returned. With one rank as well, where parameters are stepped in place."""
     found, wanted = sharded_model(Mixed), built(Mixed)
@@ -140,14 +139,14 @@ def test_a_closure_makes_the_gradients(context: RankContext) -> None:
 
 
 @on_ranks(4)
-@muon_in_fp32()
+@muon_in_fp32
 def test_replicas_have_owners_of_their_own(context: RankContext) -> None:
     settings: dict[str, Any] = {"optimizer": _muon_and_adamw, "tolerance": NEAR, "mesh": mesh_2d(2, 2)}
     assert_trains_like_plain(context, Mixed, stack_step, **settings)
 
 
 @on_ranks(2)
-@muon_in_fp32()
+@muon_in_fp32
 def test_accumulated_gradients_are_stepped_once(context: RankContext) -> None:
     """A step that comes before all ranks' gradients are summed is refused."""
     optimizers = list[Any]()

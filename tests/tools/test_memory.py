@@ -23,7 +23,7 @@ from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
 from tests.launched import Launched, run_script
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, engine_inside, lm_step
+from tests.reference import adamw, engine_inside, lm_step
 from tests.simulated import simulated_device
 
 OUT_OF_MEMORY = """
@@ -130,7 +130,7 @@ def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext) -> No
         model: Any = StreamShard(TinyLM(TinyConfig(vocabulary=160)), offload="state")  # no unit is padded
         optimizer = adamw(model)
         for step in range(3):
-            lm_step(model, Call(step, context.rank, 2, 1.0))
+            lm_step(model, context.call(step))
             optimizer.step()
         assert max(held) == model.memory_report().chunk_bytes
 

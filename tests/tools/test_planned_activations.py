@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard, plan
 from streamshard.planning.discovery import find_units
-from streamshard.tools.activations import Activations, LiveBytes, estimate_activations
+from streamshard.tools.activations import LiveBytes, estimate_activations
 from tests.families import _make
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
@@ -109,14 +109,6 @@ def peak_of_step(model: Any, precision: str, micro_batches: int = 1, *, is_check
     return live.peak
 
 
-def planned(name: str, micro_batches: int) -> Activations:
-    build, precision = CASES[name]
-    given: dict[str, Any] = {"accumulate": micro_batches} if micro_batches > 1 else {}
-    found = plan(build, 1, transport="shared-memory", precision=precision, batch=BATCH, seq=SEQ, **given)
-    assert found.activation_bytes is not None, found.activations_unknown
-    return found.activation_bytes
-
-
 @on_ranks(1)
 @pytest.mark.parametrize(
     ("name", "micro_batches"), [*((name, 1) for name in CASES), ("Llama", 3), ("GPT-2 with a large head", 3)]
@@ -125,7 +117,10 @@ def test_planned_activations_are_the_peak_of_a_step(context: RankContext, name: 
     """With layers checkpointed and without; of one micro-batch, or of several that run layer by layer."""
     pytest.importorskip("transformers")
     build, precision = CASES[name]
-    for is_checkpointed, estimate in enumerate(planned(name, micro_batches)):
+    given: dict[str, Any] = {"accumulate": micro_batches} if micro_batches > 1 else {}
+    planned = plan(build, 1, transport="shared-memory", precision=precision, batch=BATCH, seq=SEQ, **given)
+    assert planned.activation_bytes is not None, planned.activations_unknown
+    for is_checkpointed, estimate in enumerate(planned.activation_bytes):
         torch.manual_seed(0)
         true = peak_of_step(build().train(), precision, micro_batches, is_checkpointed=bool(is_checkpointed))
         assert estimate / true == pytest.approx(1.0, abs=0.03 if micro_batches == 1 else 0.01)
