@@ -11,17 +11,16 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from streamshard import StreamShard
 from streamshard import trace as record
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepPart, StreamName, Work
 from streamshard.errors import ShardingError
-from streamshard.tools.spans import Span, Trace
+from streamshard.tools.spans import Span
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
-from tests.ranks import RankContext, RankPool, on_ranks
+from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step
 from tests.scenarios import BF16, sharded, train
 from tests.simulated import SimulatedDevice, simulated_device
@@ -30,22 +29,16 @@ DEPTH = 5
 COMM = StreamName.COMM
 
 
-def _traced(context: RankContext) -> Trace:
-    torch.manual_seed(2)
+@on_ranks(2)
+def test_the_trace_has_every_computation_and_every_collective_in_order(context: RankContext) -> None:
+    """Each unit waits for its gather, and is reduced after its backward. The next gather is under way meanwhile."""
     model = StreamShard(TinyLM(TinyConfig(depth=DEPTH)), precision=BF16)
     optimizer = adamw(model)
     for number in range(3):
-        with record(model) if number == 2 else contextlib.nullcontext() as trace:
+        with record(model) as trace:
             lm_step(model, context.call(number))
             optimizer.step()
             optimizer.zero_grad()
-    assert isinstance(trace, Trace)
-    return trace
-
-
-def test_the_trace_has_every_computation_and_every_collective_in_order(ranks: RankPool) -> None:
-    """Each unit waits for its gather, and is reduced after its backward. The next gather is under way meanwhile."""
-    trace = ranks(2).run(_traced)[1]
     found = defaultdict[str, list[int | None]](list)
     for span in trace.spans:
         found[span.activity].append(span.unit)
