@@ -39,10 +39,6 @@ from tests.reference import (
 )
 
 
-def _model(build: Callable[[], nn.Module] = Stack) -> tuple[Any, nn.Module]:
-    return sharded_model(build), built(build)
-
-
 class Renamed(Layer):
     """Stores its weight under another name."""
 
@@ -74,7 +70,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", list(BUILDS))
 def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, name: str) -> None:
     """Whatever modules do in their part of it; it can be saved, and is a copy. So it is inside `summon_full_params`."""
-    model, plain = _model(BUILDS[name])
+    model, plain = sharded_model(BUILDS[name]), built(BUILDS[name])
     found, wanted = model.full_state_dict(rank0_only=False), plain.state_dict()
     tensors = {key: value for key, value in wanted.items() if isinstance(value, Tensor)}
     assert_same({key: found[key] for key in tensors}, tensors, "state", EXACT)
@@ -100,7 +96,7 @@ def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContex
         def get_extra_state(self) -> Any:
             raise KeyError("nothing here")
 
-    model, _ = _model(stack_of(Refusing))
+    model = sharded_model(stack_of(Refusing))
     with pytest.raises(ShardingError, match="rank 0: KeyError: 'nothing here'") as caught:
         model.full_state_dict()
     assert isinstance(caught.value.__cause__, KeyError) is (context.rank == 0)
@@ -120,7 +116,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 @on_ranks(2)
 def test_pieces_of_parts_are_not_saved_as_if_they_were_whole(context: RankContext) -> None:
     """Of any module inside, by any library. A plain clone is the user's, who says that he knows."""
-    model, _ = _model(Stack)
+    model = sharded_model()
     for name, part in PARTS.items():
         for value in part(model).values():
             for save in (torch.save, pickle.dump, lambda value, file: file.write(safetensors.torch.save({"": value}))):
@@ -135,7 +131,7 @@ def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
     """They would take pieces for whole tensors; with one rank they are."""
     from torch.distributed.checkpoint import state_dict as dcp
 
-    model, plain = _model()
+    model, plain = sharded_model(), built()
     whole, optimizer = dcp.StateDictOptions(full_state_dict=True), torch.optim.AdamW(model.parameters())
     for call in (
         lambda: dcp.get_model_state_dict(model, options=whole),
@@ -149,7 +145,7 @@ def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
-    model, plain = _model()
+    model, plain = sharded_model(), built()
     state = {**plain.state_dict(), "layers.0.linear.weight": torch.zeros(3, 3), "head.bias": torch.zeros(2)}
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict(state)
