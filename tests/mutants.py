@@ -149,7 +149,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("open_verified", Drop('run_on_all_ranks(ranks, "verify"'), "directory"),
     ],
     "checkpoint/save": [
-        ("_save_in_background", Swap("own_ranks.users_group if", "None if"), "restore:destroy"),
+        ("_save_in_background", Swap("own_ranks.users_group if", "None if"), "object_storage:exits"),
         ("start_copies", Drop("copied.synchronize()"), "simulated_device:copies"),
         ("start_copies", Swap("current_stream(device))", "Stream())"), "simulated_device:copies"),
         ("start_copies", Drop("sources.append(piece.data)"), "simulated_device:copies"),
@@ -166,13 +166,13 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("LocalDirectory.sweep", Drop("fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)"), "directory")
     ],
     "checkpoint/object_store": [
-        ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "object_storage:kill"),
+        ("ObjectStore.begin", Swap("put(BEGUN", "put(MANIFEST_NAME"), "kills:loses"),
         ("ObjectStore.publish", Swap(_PUT_THEN_LOOK, _LOOK_THEN_PUT), "object_storage:deletes"),
         ("ObjectStore.publish", Drop("with contextlib.suppress(OSError)"), "object_storage:deletes"),
         ("ObjectStore.sweep", Drop("if not self._inside(name).is_file(SWEPT)"), "object_storage:deletes"),
-        ("ObjectStore.sweep", Drop("if not self._inside(name).is_file(MANIFEST_NAME)"), "object_storage:kill"),
+        ("ObjectStore.sweep", Drop("if not self._inside(name).is_file(MANIFEST_NAME)"), "kills:loses"),
         ("ObjectStore.sweep", Swap("not self._inside(name).is_file(MANIFEST_NAME)", "True"), "object_storage:deletes"),
-        ("ObjectStore.delete", Drop("self._inside(name).unlink(MANIFEST_NAME)"), "object_storage:kill"),
+        ("ObjectStore.delete", Drop("self._inside(name).unlink(MANIFEST_NAME)"), "kills:loses"),
         ("ObjectStore.complete", Swap(" if self._inside(name).is_file(MANIFEST_NAME)", ""), "object_storage"),
         (
             "ObjectStore.remove",
@@ -193,7 +193,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/groups": [
         ("_end", Drop("group.abort()"), "groups"),
-        ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "groups:restart"),
+        ("_meet_at_launchers_store", Swap("PrefixStore(start, store)", "store"), "stop_on_signal:again"),
         ("_agree_on_name", Swap("while not", "if not"), "groups:late"),
     ],
     "comm/host_groups": [
@@ -482,7 +482,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "guards/sharded_tensor": [
         ("_compute", Swap("(_norm, _foreach_norm, ", "("), "same_bits:torch"),
-        ("_compute", Swap("_foreach_norm, _check_finite, ", "_foreach_norm, "), "local_sgd:overflows"),
+        ("_compute", Swap("_foreach_norm, _check_finite, ", "_foreach_norm, "), "wrappers:overflows"),
         ("_partial", Swap("tensor.piece.counted(local)", "local"), "tensor_parallel:norms"),
         ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],
@@ -542,7 +542,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnevenInputs._announce", Swap("any(row.casts for row in rows)", "False"), "join:equals"),
         ("UnevenInputs._announce", Swap("are_weights_current = False", "expire_weights()"), "offload:never_waits"),
     ],
-    "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "whole_state")],
+    "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "nanochat")],
     "optim/rounds": [
         ("Rounds._compare", Swap("StreamName.COMPUTE", "StreamName.COMM"), "whole_parameters:host_reads"),
         ("Rounds.grads_differ", Drop("self._event.synchronize()"), "whole_parameters:host_reads"),

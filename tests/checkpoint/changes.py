@@ -38,6 +38,12 @@ def fail_late(call: Callable[[], Any]) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+def answer_badly(call: Callable[[], Any]) -> None:
+    """The same, from a store."""
+    call()
+    raise RuntimeError("the connection is lost")  # of a class of its own, as many stores have
+
+
 def sweep(
     at: Callable[..., Any], act: Act, prepare: Callable[[int], _Place], attempt: Callable[[_Place], object]
 ) -> Iterator[tuple[int, _Place, BaseException | None]]:

@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from streamshard.checkpoint.directory import create_partial, publish_checkpoint, remove_partial
+from streamshard.checkpoint.directory import create_partial, open_intact, publish_checkpoint, remove_partial
+from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.manifest import Manifest, sealed
 from streamshard.checkpoint.safetensors_file import FileRecord
-from streamshard.checkpoint.storage import MANIFEST_NAME, Partial
+from streamshard.checkpoint.save import write_checkpoint
+from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Partial
+from streamshard.comm.ranks import RankGroup
 
 FILE = "rank-00000-of-00001.safetensors"
+STATE: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
 
 
 def put(directory: Path, number: int, keep: int | None = None) -> Path:
@@ -39,11 +44,23 @@ def begin(directory: Path, number: int) -> Partial:
 
 def publish(partial: Partial, number: int, keep: int | None = None) -> Path:
     versions = {"streamshard": "0", "torch": "0", "saved_at": "2026-01-01"}
-    state: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
-    manifest = Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, state)
+    manifest = Manifest(number, 1, versions, (FileRecord(FILE, 4, ["9be3e0a3"]),), {}, STATE)
     path = publish_checkpoint(partial.path, manifest, keep)
     remove_partial(partial)
     return path
+
+
+def save_number(root: Location, number: int, keep: int | None = None) -> Location:
+    """A checkpoint with a tensor whose every element is `number`, by one rank, with the code of `save_checkpoint`."""
+    pieces = [TensorPiece.whole("t", torch.full((700,), number))]
+    return write_checkpoint(root, number, keep, RankGroup(), STATE, lambda: pieces)
+
+
+def loaded_number(root: Location) -> int:
+    """The number of the newest intact checkpoint, all of which is read."""
+    files, _ = open_intact(root, RankGroup())
+    assert torch.equal(files.read_whole("t"), torch.full((700,), files.manifest.number))
+    return files.manifest.number
 
 
 def write_body(checkpoint: Path, body: bytes) -> None:

@@ -82,11 +82,6 @@ class Kept(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
             for found in [each] if os.path.isfile(each) else reversed(_objects_in(each)):
                 self.rm_file(found)
 
-    def mv(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("object storage renames nothing")
-
-    cp_file = mv
-
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **_: Any) -> Any:
         assert mode == "wb"
         return _Upload(self, path, mode, block_size)

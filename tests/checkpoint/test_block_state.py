@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from streamshard.errors import CheckpointError, ShardingError
 from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, assert_same, built, full_weights
+from tests.reference import EXACT, FP32, assert_same, built, full_weights, sharded_model
 
 torchao: Any = pytest.importorskip("torchao.optim", reason="needs torchao: pip install streamshard[test]")
 
@@ -38,13 +37,12 @@ def _stack() -> nn.Module:
 
 
 def _optimizer(name: str, model: nn.Module, is_whole: bool = False) -> Any:
-    kind = getattr(torchao, name)
+    kind = getattr(torchao, name, _LikeBitsandbytes)
     return WholeParameterOptimizer(model.parameters(), kind, lr=0.01) if is_whole else kind(model.parameters(), lr=0.01)
 
 
 def _start(name: str, is_whole: bool = False, **settings: Any) -> Any:
-    settings = {"precision": FP32, "align_pieces_to": 4096, **settings}
-    model = StreamShard(built(_stack), **settings)
+    model = sharded_model(_stack, **{"align_pieces_to": 4096, **settings})
     return model, _optimizer(name, model, is_whole)
 
 
@@ -100,25 +98,55 @@ def _parts(state: Any) -> dict[str, Any]:
     return found
 
 
+@elementwise
+class _LikeBitsandbytes(torch.optim.Optimizer):
+    """Keeps gradients as bitsandbytes keeps moments: codes, the largest of each 256, and a table."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state, numel = self.state[param], param.numel()
+                blocks = nn.functional.pad(param.grad.reshape(-1), (0, -numel % 256)).view(-1, 256)
+                codes = (blocks / blocks.abs().amax(1, keepdim=True) * 127).round().to(torch.int8)
+                before = state.get("state1", torch.zeros_like(param))
+                state["absmax1"], state["qmap1"] = blocks.abs().amax(1), torch.arange(256.0)
+                state["state1"] = codes.view(-1)[:numel].view(param.shape)
+                param.sub_(0.1 * self.defaults["lr"] * (before.float() + state["state1"].float()))
+
+
 @on_ranks(2)
-def test_the_full_state_is_that_of_torchao_in_plain_pytorch(context: RankContext) -> None:
-    """And is loaded again, from either."""
-    for name in KINDS[:2]:
-        plain, (model, optimizer) = built(_stack), _start(name)
-        theirs = _optimizer(name, plain)
-        _train(plain, theirs, 0, 3)
-        _train(model, optimizer, 0, 3)
-        full = full_optimizer_state_dict(model, optimizer, rank0_only=False)
-        assert_same(_parts(full), _parts(theirs.state_dict()), name, EXACT)
-        weights, file = full_weights(model), io.BytesIO()
-        torch.save(theirs.state_dict(), file)  # torchao's tensors cannot be copied
-        _train(plain, theirs, 3, 5)
-        for state in (full, torch.load(io.BytesIO(file.getvalue()))):
-            other, its_optimizer = _start(name)
-            other.load_state_dict(weights)
-            load_optimizer_state_dict(other, its_optimizer, state if context.rank == 0 else None)
-            _train(other, its_optimizer, 3, 5)
-            assert_same(full_weights(other), dict(plain.state_dict()), name, EXACT)
+@pytest.mark.parametrize(
+    ("name", "widths", "align"),
+    [*((name, WIDTHS, 4096) for name in KINDS[:2]), ("like bitsandbytes", (64, 99, 99), 256)],
+)
+def test_the_full_state_is_that_of_plain_pytorch(
+    context: RankContext, name: str, widths: tuple[int, ...], align: int
+) -> None:
+    """And is loaded again, from either. The last block may be incomplete in those that bitsandbytes has."""
+
+    def start() -> Any:
+        model = sharded_model(lambda: Stack(widths), align_pieces_to=align)
+        return model, _optimizer(name, model)
+
+    plain, (model, optimizer) = built(lambda: Stack(widths)), start()
+    theirs = _optimizer(name, plain)
+    _train(plain, theirs, 0, 3)
+    _train(model, optimizer, 0, 3)
+    full = full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    assert_same(_parts(full), _parts(theirs.state_dict()), name, EXACT)
+    weights, file = full_weights(model), io.BytesIO()
+    torch.save(theirs.state_dict(), file)  # torchao's tensors cannot be copied
+    _train(plain, theirs, 3, 5)
+    for state in (full, torch.load(io.BytesIO(file.getvalue()))):
+        other, its_optimizer = start()
+        other.load_state_dict(weights)
+        load_optimizer_state_dict(other, its_optimizer, state if context.rank == 0 else None)
+        _train(other, its_optimizer, 3, 5)
+        assert_same(full_weights(other), dict(plain.state_dict()), name, EXACT)
 
 
 @on_ranks(3)
@@ -150,40 +178,3 @@ def test_state_that_would_be_in_blocks_on_some_ranks_alone_is_refused_at_the_fir
         model(vector_batch(0, 0, dim=64)).sum().backward()
         with pytest.raises(ShardingError, match=message):
             optimizer.step()
-
-
-@elementwise
-class _LikeBitsandbytes(torch.optim.Optimizer):
-    """Keeps gradients as bitsandbytes keeps moments: codes, the largest of each 256, and a table."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None:
-                state, numel = self.state[param], param.numel()
-                blocks = nn.functional.pad(param.grad.reshape(-1), (0, -numel % 256)).view(-1, 256)
-                codes = (blocks / blocks.abs().amax(1, keepdim=True) * 127).round().to(torch.int8)
-                before = state.get("state1", torch.zeros_like(param))
-                state["absmax1"], state["qmap1"] = blocks.abs().amax(1), torch.arange(256.0)
-                state["state1"] = codes.view(-1)[:numel].view(param.shape)
-                param.sub_(0.001 * (before.float() + state["state1"].float()))
-
-
-@on_ranks(2)
-def test_parts_that_are_tensors_by_themselves_are_put_together(context: RankContext) -> None:
-    """As those of bitsandbytes, whose last block may be incomplete."""
-    plain = Stack((64, 99, 99))
-    model: Any = StreamShard(copy.deepcopy(plain), precision=FP32, align_pieces_to=256)
-    runs = [(each, _LikeBitsandbytes(each.parameters())) for each in (plain, model)]
-    for each, optimizer in runs:
-        _train(each, optimizer, 0, 2)
-    full = full_optimizer_state_dict(*runs[1], rank0_only=False)
-    assert_same(_parts(full), _parts(runs[0][1].state_dict()), "state", EXACT)
-    other = _LikeBitsandbytes(model.parameters())
-    load_optimizer_state_dict(model, other, full if context.rank == 0 else None)
-    for each, optimizer in (runs[0], (model, other)):
-        _train(each, optimizer, 2, 4)
-    assert_same(full_weights(model), dict(plain.state_dict()), "weights", EXACT)

@@ -117,21 +117,26 @@ def test_without_locks_a_partial_directory_stays(tmp_path: Path, caplog: pytest.
 
 
 @contextlib.contextmanager
-def failing(path: Path, code: int) -> Iterator[None]:
-    """Inside, the system cannot open or look at `path`."""
+def raising(error: Exception, path: Path, *functions: tuple[ModuleType, str]) -> Iterator[None]:
+    """Inside, these functions, whose first argument is a path, raise for this one."""
 
     def watch(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(name: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(name, int) and os.fspath(name) == str(path):
-                raise OSError(code, os.strerror(code), str(path))
-            return real(name, *args, **kwargs)
+        def call(given: Any, *args: Any, **options: Any) -> Any:
+            if not isinstance(given, int) and os.fspath(given) == str(path):
+                raise error
+            return real(given, *args, **options)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("open", "stat"):
-            patch.setattr(os, name, watch(getattr(os, name)))
+        for module, name in functions:
+            patch.setattr(module, name, watch(getattr(module, name)))
         yield
+
+
+def failing(path: Path, code: int) -> contextlib.AbstractContextManager[None]:
+    """Inside, the system cannot open or look at `path`."""
+    return raising(OSError(code, os.strerror(code), str(path)), path, (os, "open"), (os, "stat"))
 
 
 def _replace_manifest(make: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -230,33 +235,20 @@ def test_a_save_into_a_checkpoint_does_not_delete_the_checkpoint(tmp_path: Path)
     ids=lambda error: type(error).__name__,
 )
 def test_a_shortage_in_the_process_makes_no_load_go_back_to_an_older_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: Exception
+    tmp_path: Path, lack: Exception
 ) -> None:
     """The newest is intact, whether a manifest cannot be read, a file cannot be verified or cannot be mapped."""
     put(tmp_path, 1)
     newest = put(tmp_path, 2)
-
-    @contextlib.contextmanager
-    def lacking(module: ModuleType, name: str) -> Iterator[None]:
-        real = getattr(module, name)
-
-        def call(path: Path, *args: Any, **options: Any) -> Any:
-            if newest in (path, path.parent):
-                raise lack
-            return real(path, *args, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, call)
-            yield
-
-    for module, name, find in (
-        (directory, "read_manifest", lambda: latest(tmp_path)),  # None would let a run begin again
-        (directory, "read_manifest", lambda: open_intact(tmp_path, RankGroup())),
-        (directory, "verify_files", lambda: open_intact(tmp_path, RankGroup())),
+    for name, find in (
+        ("read_manifest", lambda: latest(tmp_path)),  # None would let a run begin again
+        ("read_manifest", lambda: open_intact(tmp_path, RankGroup())),
+        ("verify_files", lambda: open_intact(tmp_path, RankGroup())),
     ):
-        with lacking(module, name), pytest.raises((CheckpointError, type(lack)), match=re.escape(str(lack))):
+        refused = pytest.raises((CheckpointError, type(lack)), match=re.escape(str(lack)))
+        with raising(lack, newest, (directory, name)), refused:
             find()
-    with lacking(safetensors_file, "safe_open"), pytest.raises(type(lack)):
+    with raising(lack, newest / FILE, (safetensors_file, "safe_open")), pytest.raises(type(lack)):
         OpenFiles(newest).open(FILE)
     assert open_intact(tmp_path, RankGroup())[0].root == newest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 import shutil
 from pathlib import Path
@@ -12,51 +11,55 @@ from typing import Any
 import pytest
 from torch import nn
 
-from streamshard import StreamShard, export_safetensors, load_checkpoint, save_checkpoint
-from streamshard.checkpoint.directory import create_partial
+from streamshard import export_safetensors
+from streamshard.checkpoint.directory import create_partial, survey
+from streamshard.checkpoint.storage import Location, Url
 from streamshard.errors import CheckpointError
 from tests.checkpoint import exporting
-from tests.checkpoint.changes import CHANGES, Act, at_change, fail, fail_late, kill, sweep
+from tests.checkpoint.changes import CHANGES, Act, Killed, answer_badly, at_change, fail, fail_late, kill, sweep
+from tests.checkpoint.crafted import loaded_number, save_number
 from tests.checkpoint.exporting import Plain, filled, names_in, sharded, stored_bytes
-from tests.models import DIM, Stack
+from tests.checkpoint.objects import at_operation
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, case
+
+at_change_not_of_names = functools.partial(at_change, calls=CHANGES - {"rename"})
 
 
-def _files(directory: Path) -> dict[Path, bytes | None]:
-    paths = directory.rglob("*")
-    return {path.relative_to(directory): path.read_bytes() if path.is_file() else None for path in paths}
+@pytest.mark.parametrize(
+    ("at", "act", "was_killed", "keep"),
+    [
+        *((at, kill, was_killed, keep) for at in (at_change, at_operation) for was_killed, keep in ((0, 2), (1, 1))),
+        *((at_change, fail, False, None), (at_change, fail, True, 1), (at_change_not_of_names, fail_late, False, 1)),
+        *((at_operation, fail, True, None), (at_operation, answer_badly, False, 1)),
+    ],
+)
+def test_a_kill_or_an_error_anywhere_loses_no_save(
+    tmp_path: Path, at: Any, act: Act, was_killed: bool, keep: int | None
+) -> None:
+    """At each change to the file system, or operation of a store, in turn. The next save deletes what is left."""
+    outcomes = set()
 
+    def prepare(number: int) -> Location:
+        where = Url(f"kept://{tmp_path}/{number}") if at is at_operation else tmp_path / str(number)
+        for each in (1, 2):
+            save_number(where, each)
+        if was_killed:
+            with pytest.raises(Killed), at(5, kill, lasting=True):
+                save_number(where, 7)
+        return where
 
-@on_ranks(1)
-def test_a_kill_or_an_error_anywhere_leaves_what_was_there_or_the_new_one(context: RankContext, tmp_path: Path) -> None:
-    """At each change to the file system in turn. No error once the new one is whole; the next save sweeps up."""
-    model = StreamShard(Stack((DIM,) * 3), precision=FP32)
-    for step in (1, 2):
-        save_checkpoint(tmp_path / "before", model, extra={"at": step})
-    before, directory, outcomes = _files(tmp_path / "before"), tmp_path / "directory", set()
-
-    def prepare(number: int) -> Path:
-        shutil.rmtree(directory, ignore_errors=True)
-        return shutil.copytree(tmp_path / "before", directory)
-
-    cases: list[tuple[dict[str, Any], set[str]]] = [
-        ({"step": 2}, {"checkpoint-1", "checkpoint-2", "checkpoint-2-2", "checkpoint-9"}),
-        ({"step": 3, "keep": 1}, {"checkpoint-9"}),
-    ]
-    ways = ((kill, CHANGES), (fail, CHANGES), (fail_late, CHANGES - {"rename"}))
-    for (act, calls), (settings, names) in itertools.product(ways, cases):
-        save = functools.partial(save_checkpoint, model=model, extra={"at": 3}, **settings)
-        for number, _, error in sweep(functools.partial(at_change, calls=calls), act, prepare, save):
-            returned = 3 if error is None else 2
-            outcomes.add((act, returned))
-            with case((act, settings, number)):
-                assert act is kill or returned == 3 or _files(directory) == before
-                assert load_checkpoint(directory, model)["at"] in (returned, 3)
-                save_checkpoint(directory, model, extra={"at": 4}, **{**settings, "step": 9})
-                found = {each.name for each in directory.iterdir()}
-                assert found in (names, names - {"checkpoint-2-2"} if returned == 2 else names), found
-    assert outcomes == {*itertools.product((kill, fail, fail_late), (2, 3))} - {(kill, 3)}
+    for number, where, error in sweep(at, act, prepare, lambda where: save_number(where, 3, keep)):
+        outcomes.add(error is None)
+        assert error is None or isinstance(error, Killed) or str(where) in str(error)
+        assert (3 if error is None else 2) <= loaded_number(where) <= 3
+        assert not any(entry.wrong for entry in survey(where))
+        if isinstance(error, CheckpointError) and at is not at_operation and not was_killed:  # nothing is left of it
+            assert names_in(tmp_path / str(number)) == ["checkpoint-1", "checkpoint-2"]
+        save_number(where, 4, keep=1)
+        (name,) = names_in(tmp_path / str(number))
+        assert re.match(r"checkpoint-4\b", name) and loaded_number(where) == 4
+    assert number >= 12
+    assert outcomes == ({False} if act is kill else {False, True})
 
 
 # Limits of a file's bytes at which the model takes three files and two. What is tried grows with the square of that.
@@ -100,31 +103,24 @@ def test_a_kill_leaves_the_old_export_or_the_new(
 
 
 @on_ranks(1)
-def test_no_name_of_a_numbered_file_is_used_again(context: RankContext, tmp_path: Path) -> None:
+def test_no_name_of_a_numbered_file_is_used_again_and_files_of_others_stay(
+    context: RankContext, tmp_path: Path
+) -> None:
     """A directory without weights gets save_pretrained's names; every later export has names that are new."""
     model = sharded(filled(Plain))
     seen: set[str] = set()
+    users = {"model-fp16-00001-of-00002.safetensors", "model-old.partial", "model.safetensors.partial", "model-1.bin"}
     for number, size in enumerate((TWO, TWO, "5GB", TWO, THREE, TWO)):
         _export(model, tmp_path, size)
-        numbered = {name for name in names_in(tmp_path) if name.startswith("model-")}
+        numbered = {name for name in names_in(tmp_path) if name.startswith("model-")} - users
         assert numbered.isdisjoint(seen)
         standard = {name for name in numbered if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)}
         assert standard == (numbered if number == 0 else set())
         assert all(name.endswith(".safetensors") for name in numbered)
         seen |= numbered
-
-
-@on_ranks(1)
-def test_an_export_removes_only_files_of_earlier_exports(context: RankContext, tmp_path: Path) -> None:
-    """Names that look alike are the user's."""
-    model = sharded(filled(Plain))
-    _export(model, tmp_path, TWO)
-    own = ["model-fp16-00001-of-00002.safetensors", "model-old.partial", "model.safetensors.partial", "model-1.bin"]
-    for name in own:
-        (tmp_path / name).write_text("mine")
-    _export(model, tmp_path, TWO)
-    assert set(own) < set(names_in(tmp_path))
-    assert "model-00001-of-00002.safetensors" not in names_in(tmp_path)
+        for name in users:  # they look alike
+            (tmp_path / name).write_text("mine")
+    assert users < set(names_in(tmp_path))
 
 
 @on_ranks(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import random
 import shutil
 import traceback
@@ -62,51 +61,44 @@ def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @on_ranks(2)
 def test_damaged_files_are_named_before_anything_changes(context: RankContext, tmp_path: Path) -> None:
-    """A bit may flip in any place; every rank says in which file."""
+    """A bit may flip in any place; every rank says in which file. Their directory loads its newest intact checkpoint.
+
+    The result names the others on every rank, and the log on the first.
+    """
     run = start(0)
+    older, path = (save_checkpoint(tmp_path, *run, step=step).path for step in (2, 4))
     steps(run, 0, 1)
-    path = save_checkpoint(tmp_path / "good", *run).path
     before = weights_of(run)
     names = sorted(each.name for each in path.iterdir())
     assert names == ["checkpoint.json", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
-    damaged = tmp_path / "damaged"
     flips = [f"flip {share}" for share in (0.1, 0.6)]
     for name, kind in itertools.product(names, ("cut", "lose", "append", *flips)):
+        file = path / name
         if context.rank == 0:
-            shutil.rmtree(damaged, ignore_errors=True)
-            shutil.copytree(path, damaged)
-            content = bytearray((damaged / name).read_bytes())
+            whole = file.read_bytes()
             if kind.startswith("flip"):
-                content[round(float(kind[5:]) * (len(content) - 1))] ^= 4
-            (damaged / name).write_bytes(content + b" " * (kind == "append") if kind != "cut" else content[:-9])
-            if kind == "lose":
-                os.unlink(damaged / name)
+                flip(file, round(float(kind[5:]) * (len(whole) - 1)))
+            elif kind == "lose":
+                file.unlink()
+            else:
+                file.write_bytes(whole[:-9] if kind == "cut" else whole + b" ")
         dist.barrier()
         with pytest.raises(CheckpointError, match=name if kind != "lose" or "rank" in name else "no whole checkpoint"):
-            load_checkpoint(damaged, *run)
+            load_checkpoint(path, *run)
         dist.barrier()
+        if context.rank == 0:
+            file.write_bytes(whole)
     assert_same(weights_of(run), before, "weights", EXACT)
-
-
-@on_ranks(2)
-def test_a_directory_loads_its_newest_intact_checkpoint_on_all_ranks(context: RankContext, tmp_path: Path) -> None:
-    """The result names the others on every rank, and the log on the first."""
-    run = start(0)
-    for step in (2, 4):
-        save_checkpoint(tmp_path, *run, step=step)
-    paths = {step: tmp_path / f"checkpoint-{step}" for step in (2, 4)}
     if context.rank == 0:
-        flip(paths[4] / "rank-00001-of-00002.safetensors", -1)
+        flip(file, -1)
     dist.barrier()
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: .* Give its directory, {tmp_path}, for the newest"):
+        load_checkpoint(path, *run)
     with mock.patch.object(log, "warning") as warn:
         loaded = load_checkpoint(tmp_path, *run)
-        assert warn.call_count == (1 if context.rank == 0 else 0)
-    assert loaded.path == paths[2]
-    assert loaded.passed_over.keys() == {paths[4]}
-    assert "is damaged: its checksums differ" in loaded.passed_over[paths[4]]
-    words = f"checkpoint-4/rank-00001.* is damaged: .* Give its directory, {tmp_path}, for the newest intact"
-    with pytest.raises(CheckpointError, match=words):
-        load_checkpoint(paths[4], *run)
+    assert warn.call_count == (1 if context.rank == 0 else 0)
+    assert loaded.path == older and loaded.passed_over.keys() == {path}
+    assert "is damaged: its checksums differ" in loaded.passed_over[path]
 
 
 def _record(rank: int, start: int, stop: int, dtype: torch.dtype = torch.float32) -> dict[str, TensorRecord]:

@@ -8,6 +8,7 @@ import gc
 import itertools
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,18 +23,16 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from streamshard import StreamShard, export_safetensors, latest, load_checkpoint, load_safetensors, save_checkpoint
-from streamshard.checkpoint import object_store
-from streamshard.checkpoint.directory import create_partial, next_number, open_intact, open_verified, survey
-from streamshard.checkpoint.disk_layout import TensorPiece
+from streamshard.checkpoint import object_store, save
+from streamshard.checkpoint.directory import create_partial, next_number, open_verified, survey
 from streamshard.checkpoint.object_store import BEGUN, ObjectStore
-from streamshard.checkpoint.save import write_checkpoint
-from streamshard.checkpoint.storage import MANIFEST_NAME, Location, Url, parse_location, storage_of
+from streamshard.checkpoint.storage import MANIFEST_NAME, Url, parse_location, storage_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.config import parse_path
 from streamshard.errors import CheckpointError, ConfigError
 from tests.checkpoint import exporting
-from tests.checkpoint.changes import Act, Killed, fail, kill, sweep
-from tests.checkpoint.crafted import FILE
+from tests.checkpoint.changes import Act, Killed, answer_badly, kill, sweep
+from tests.checkpoint.crafted import FILE, loaded_number, save_number
 from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.checkpoint.objects import Kept, at_operation
 from tests.checkpoint.runs import start, weights_of
@@ -43,78 +42,30 @@ from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import FP32, assert_same
 
-STATE: dict[str, Any] = {"models": {}, "optimizers": {}, "trees": {}}
-
-
-def _save(root: Location, number: int, keep: int | None = None) -> Location:
-    """A checkpoint with a tensor whose every element is `number`, by one rank, with the code of `save_checkpoint`."""
-    pieces = [TensorPiece.whole("t", torch.full((700,), number))]
-    return write_checkpoint(root, number, keep, RankGroup(), STATE, lambda: pieces)
-
-
-def _loaded(root: Location) -> int:
-    """The number of the newest intact checkpoint, all of which is read."""
-    files, _ = open_intact(root, RankGroup())
-    assert torch.equal(files.read_whole("t"), torch.full((700,), files.manifest.number))
-    return files.manifest.number
-
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Url:
     return Url(f"kept://{tmp_path}/run")
 
 
-def _answer_badly(call: Callable[[], Any]) -> None:
-    """The operation has taken place, and its answer is lost."""
-    call()
-    raise RuntimeError("the connection is lost")  # of a class of its own, as many stores have
-
-
-@pytest.mark.parametrize(
-    ("act", "was_killed", "keep"), [(kill, False, 2), (kill, True, 1), (fail, True, None), (_answer_badly, False, 1)]
-)
-def test_a_kill_or_an_error_at_any_operation_loses_no_save(
-    tmp_path: Path, keep: int | None, was_killed: bool, act: Act
-) -> None:
-    """At each operation in turn. The next save deletes what is left."""
-
-    def prepare(number: int) -> Url:
-        where = Url(f"kept://{tmp_path}/{number}")
-        for each in (1, 2):
-            _save(where, each)
-        if was_killed:
-            with pytest.raises(Killed), at_operation(5, kill, lasting=True):
-                _save(where, 7)
-        return where
-
-    for number, where, error in sweep(at_operation, act, prepare, lambda where: _save(where, 3, keep)):
-        assert error is None or isinstance(error, Killed) or "kept://" in str(error)
-        assert (3 if error is None else 2) <= _loaded(where) <= 3
-        assert not any(entry.wrong for entry in survey(where))
-        _save(where, 4, keep=1)
-        (name,) = (path.name for path in (tmp_path / str(number)).iterdir())
-        assert name.startswith("checkpoint-4.") and _loaded(where) == 4
-    assert number >= 19
-
-
 def test_a_run_that_is_killed_while_another_saves_deletes_no_save_that_has_returned(tmp_path: Path) -> None:
-    """The second run begins at any operation of the first, and dies at any of its own, or ends."""
+    """The second run begins at any operation of the first, and dies at every second of its own, or ends."""
     times = itertools.count()
     returned = refused = 0
     for at in itertools.count():
-        for dies_at in itertools.count():
+        for dies_at in itertools.count(at % 2, 2):
             where = Url(f"kept://{tmp_path}/{next(times)}")
-            _save(where, 1)
+            save_number(where, 1)
             first, second = list[Any](), list[Any]()
 
             def intrude(at: int, where: Url, saved: list[Any], call: Callable[[], Any]) -> Any:
                 with at_operation(at, kill, lasting=True), contextlib.suppress(Killed):
-                    saved.append(_save(where, 3))
+                    saved.append(save_number(where, 3))
                 return call()
 
             with at_operation(at, functools.partial(intrude, dies_at, where, second)) as done:
                 try:
-                    first.append(_save(where, 2))
+                    first.append(save_number(where, 2))
                 except CheckpointError as error:
                     assert "give each its own" in str(error) or "is not whole" in str(error)
             if len(done) <= at:
@@ -122,12 +73,12 @@ def test_a_run_that_is_killed_while_another_saves_deletes_no_save_that_has_retur
             for path in (*first, *second):
                 open_verified(path, RankGroup())
             returned, refused = returned + len(first), refused + (not first)
-            assert _loaded(where) >= 1
+            assert loaded_number(where) >= 1
             if second:
                 break
         if len(done) <= at:
             break
-    assert returned > 100 and refused > 10
+    assert returned > 50 and refused > 5
 
 
 def test_a_save_that_goes_on_while_another_run_deletes_it_does_not_return(kept: Url) -> None:
@@ -158,7 +109,7 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> 
     """By generation, not by number. Directories under other names stay, also if they end with a date."""
     assert latest(kept) is None and next_number(kept) == 1
     assert survey(kept) == []
-    paths = [_save(kept, number) for number in (10, 11, 3)]
+    paths = [save_number(kept, number) for number in (10, 11, 3)]
     assert latest(str(kept)) == paths[2] and paths[2].name.startswith("checkpoint-3.")
     assert next_number(kept) == 12
     others = {"model.20261130", "checkpoint-500.20261130"}  # of eight hexadecimal digits
@@ -167,7 +118,7 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> 
     for name in storage_of(paths[2]).names():
         (data,) = storage_of(paths[2]).read((name, 0, storage_of(paths[2]).size(name)))
         ObjectStore(kept / "best").put(name, data)
-    last = _save(kept, 3, keep=2)
+    last = save_number(kept, 3, keep=2)
     assert {entry.path for entry in survey(kept)} == {kept / "best", paths[2], last}
     assert latest(kept) == last
     assert others < {*storage_of(kept).names()} and not storage_of(kept).leftovers()
@@ -176,16 +127,16 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> 
 def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
     for what, name in (("gone", FILE), ("changed", FILE), ("gone", MANIFEST_NAME), ("changed", MANIFEST_NAME)):
         root = kept / f"{what} {name}"
-        _save(root, 1)
-        path = _save(root, 2)
+        save_number(root, 1)
+        path = save_number(root, 2)
         data = storage_of(path).read((name, 0, storage_of(path).size(name)))[0]
         store = ObjectStore(path)
         store.unlink(name)
         if what == "changed":
             store.put(name, data[:-1] + b"?")
-        assert _loaded(root) == 1
+        assert loaded_number(root) == 1
         assert BEGUN in store.names()
-        assert _loaded(_save(root, 3).parent) == 3
+        assert loaded_number(save_number(root, 3).parent) == 3
 
 
 def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,23 +184,27 @@ def test_a_missing_package_raises_on_all_ranks(context: RankContext, missing: st
 
 
 def _end_while_saving(where: str) -> None:
-    pool = ThreadPoolExecutor()
+    """And destroys the process group before anything is written."""
+    pool, is_destroyed, write = ThreadPoolExecutor(), threading.Event(), save.write_file
 
     def watch(kind: str, path: str, action: Callable[[], Any]) -> Any:
         time.sleep(0.05)
         return pool.submit(action).result()
 
     Kept.watch = staticmethod(watch)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    save.write_file = lambda *args: write(*args) if is_destroyed.wait() else None  # type: ignore[assignment, return-value]
+    torch.distributed.init_process_group("gloo")
     save_checkpoint(where, StreamShard(Stack()), wait=False)
+    torch.distributed.destroy_process_group()
+    is_destroyed.set()
 
 
 @pytest.mark.ranks
 def test_a_process_finishes_its_save_before_it_exits(kept: Url, tmp_path: Path) -> None:
     """s3fs and others use executors, which Python ends before it waits for threads."""
-    ((code, output),) = Launched(0, tmp_path, _end_while_saving, str(kept)).end()
-    assert code == 0, output
-    assert latest(kept) is not None, output
+    for code, output in Launched(2, tmp_path, _end_while_saving, str(kept)).end():
+        assert code == 0, output
+        assert latest(kept) is not None, output
 
 
 def _wide() -> Any:
@@ -344,7 +299,7 @@ def test_two_exports_do_not_mix(context: RankContext, tmp_path: Path, monkeypatc
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("act", [kill, _answer_badly])
+@pytest.mark.parametrize("act", [kill, answer_badly])
 def test_a_kill_or_an_error_leaves_no_export_or_all_of_it(context: RankContext, act: Act, tmp_path: Path) -> None:
     """If there is none, the next one succeeds, and sweeps up."""
     model, outcomes = sharded(filled(Plain)), set()

@@ -30,9 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from streamshard import (
     CheckpointError,
     ConfigError,
-    LocalSGD,
     RankMismatchError,
-    Saving,
     ShardingError,
     StreamShard,
     StreamShardError,
@@ -47,15 +45,14 @@ from streamshard.checkpoint import save
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.comm import flight_recorder
 from tests.checkpoint.exporting import filled, sharded
-from tests.checkpoint.runs import Counted, Run, start, steps, weights_of
+from tests.checkpoint.runs import Counted, start, steps, weights_of
 from tests.families import llama
 from tests.launched import Launched
-from tests.models import DIM, Layer, NormStack, Stack
+from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
 from tests.reference import (
     EXACT,
     FP32,
-    Call,
     adamw,
     assert_same,
     assert_same_state,
@@ -64,20 +61,7 @@ from tests.reference import (
     piece_of,
     sharded_model,
     stack_step,
-    train_stack,
 )
-
-
-def _save(directory: Path, run: Run, extra: Any = None, **settings: Any) -> Path:
-    return _start_saving(directory, run, extra, **settings).path
-
-
-def _start_saving(directory: Path, run: Run, extra: Any = None, **settings: Any) -> Saving:
-    return save_checkpoint(directory, run.model, run.optimizer, extra or run.extra, **settings)
-
-
-def _load(directory: Path, run: Run, **extra: Any) -> Any:
-    return load_checkpoint(directory, run.model, run.optimizer, {**run.extra, **extra})
 
 
 @on_ranks(2)
@@ -86,45 +70,17 @@ def test_a_run_goes_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
     run = start(0)
     random.seed(context.rank)
     steps(run, 0, 3)
-    where = _save(tmp_path, run, {**run.extra, "position": 3, "mean": torch.tensor([0.5])})
+    where = save_checkpoint(tmp_path, *run[:2], {**run.extra, "position": 3, "mean": torch.tensor([0.5])}).path
     wanted = steps(run, 3, 6)
     other = start(1)
     steps(other, 0, 1)
-    loaded = _load(tmp_path, other)
+    loaded = load_checkpoint(tmp_path, *other)
     assert where == loaded.path == tmp_path / "checkpoint-1"
     assert loaded["position"] == 3
     assert torch.equal(loaded["mean"], torch.tensor([0.5]))
     assert other.model.calls == {"seen": 3}
     assert steps(other, 3, 6) == wanted
     assert_same(weights_of(other), weights_of(run), "weights", EXACT)
-
-
-OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    lambda params: torch.optim.SGD(params, lr=0.01),  # has no state
-    lambda params: torch.optim.Adagrad(params, lr=0.01),  # has state before its first step
-    lambda params: torch.optim.NAdam(params, lr=0.01),  # has numbers beside moments
-    lambda params: torch.optim.AdamW(list(params)[:3], lr=torch.tensor(0.01), amsgrad=True, foreach=False),
-]
-
-
-@on_ranks(2)
-def test_optimizers_go_on_to_the_bit(context: RankContext, tmp_path: Path) -> None:
-    """Whatever their state is made of, and before their first step."""
-
-    def make(seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = StreamShard(NormStack(), precision=FP32)
-        return model, OPTIMIZERS[number](model.parameters())
-
-    for number, before in ((0, 1), (1, 0), (2, 2), (3, 1)):
-        run, other = make(0), make(1)
-        train_stack(*run, context, steps=before)
-        path = save_checkpoint(tmp_path, *run).path
-        train_stack(*run, context, first=before, steps=2)
-        train_stack(*other, context, steps=1)
-        load_checkpoint(path, *other)
-        train_stack(*other, context, first=before, steps=2)
-        assert_same(full_weights(other[0]), full_weights(run[0]), f"weights {number}", EXACT)
 
 
 @on_ranks(2)
@@ -152,7 +108,7 @@ def test_a_value_that_cannot_be_saved_is_named_on_all_ranks(context: RankContext
                 full_optimizer_state_dict(run.model, run.optimizer)
         del holder[name]
     assert not any(tmp_path.iterdir())
-    _load(_save(tmp_path, run), run)
+    load_checkpoint(save_checkpoint(tmp_path, *run).path, *run)
 
 
 def _two_more(
@@ -162,7 +118,7 @@ def _two_more(
     run = start(0 if saves else 1, mesh=init_device_mesh("cpu", shape), **settings)
     if saves:
         steps(run, 0, 2, spread=6)
-    (_save if saves else _load)(path, run)
+    (save_checkpoint if saves else load_checkpoint)(path, *run)
     return steps(run, 2, 4, spread=6)
 
 
@@ -192,7 +148,7 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     write, has_trained = save.write_file, threading.Event()
     with patch.object(save, "write_file", lambda *args: has_trained.wait(60) and write(*args)):
-        saving = _start_saving(tmp_path, run, wait=False, step=2)
+        saving = save_checkpoint(tmp_path, *run, wait=False, step=2)
         (thread,) = (each for each in threading.enumerate() if each.name.startswith("save "))
         assert not thread.daemon  # the interpreter waits for it
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
@@ -200,14 +156,14 @@ def test_saving_in_the_background_saves_what_was_there(context: RankContext, tmp
         has_trained.set()
         assert saving.wait() == tmp_path / "checkpoint-2"
     assert saving.done
-    _save(tmp_path, run, wait=False, step=3)
-    again = _start_saving(tmp_path, run, wait=False, step=4)  # over the same copies, once the one before is written
+    save_checkpoint(tmp_path, *run, wait=False, step=3)
+    again = save_checkpoint(tmp_path, *run, wait=False, step=4)  # over the same copies, once the one before is written
     assert (tmp_path / "checkpoint-3" / "checkpoint.json").exists()
     later = steps(run, 4, 6)
-    _load(again.path, run)  # waits
+    load_checkpoint(again.path, *run)  # waits
     assert steps(run, 4, 6) == later
     other = start(1)
-    _load(tmp_path / "checkpoint-2", other)
+    load_checkpoint(tmp_path / "checkpoint-2", *other)
     assert steps(other, 2, 4) == wanted
 
 
@@ -217,12 +173,12 @@ def test_a_rank_that_is_interrupted_before_it_writes_ends_the_save_on_all(contex
     run = start(0)
     if context.rank == 1:
         with patch.object(save, "start_saving", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            _save(tmp_path, run, wait=False)
+            save_checkpoint(tmp_path, *run, wait=False)
     else:
-        saving = _start_saving(tmp_path, run, wait=False)
+        saving = save_checkpoint(tmp_path, *run, wait=False)
         with pytest.raises(CheckpointError, match="background .* rank 1 has failed: interrupted"):
             saving.wait()
-    assert _start_saving(tmp_path, run, wait=False).wait().name == "checkpoint-1"
+    assert save_checkpoint(tmp_path, *run, wait=False).wait().name == "checkpoint-1"
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -250,29 +206,13 @@ def test_a_rank_that_dies_while_a_save_runs_is_named(tmp_path: Path) -> None:
     assert latest(tmp_path / "run") is None
 
 
-def _destroy_while_saving(directory: Path) -> None:
-    dist.init_process_group("gloo")
-    write, is_destroyed = save.write_file, threading.Event()
-    save.write_file = lambda *args: write(*args) if is_destroyed.wait() else None  # type: ignore[assignment, return-value]
-    save_checkpoint(directory, StreamShard(Stack()), wait=False)
-    dist.destroy_process_group()
-    is_destroyed.set()
-
-
-@pytest.mark.ranks
-def test_a_script_may_end_with_destroy_process_group_while_it_saves(tmp_path: Path) -> None:
-    for code, output in Launched(2, tmp_path, _destroy_while_saving, tmp_path / "run").end():
-        assert code == 0, output
-    assert latest(tmp_path / "run") == tmp_path / "run/checkpoint-1"
-
-
 @on_ranks(2)
 def test_an_export_waits_for_the_save_in_the_background(context: RankContext, tmp_path: Path) -> None:
     """It would be another run for the save, and the save for the export."""
     run = start(0)
     write, may_write = save.write_file, threading.Event()
     with patch.object(save, "write_file", lambda *args: may_write.wait() and write(*args)):
-        saving = _start_saving(tmp_path, run, wait=False)
+        saving = save_checkpoint(tmp_path, *run, wait=False)
         threading.Timer(0.2, may_write.set).start()
         export_safetensors(run.model, tmp_path)
     assert saving.wait() == latest(tmp_path) == tmp_path / "checkpoint-1"
@@ -313,18 +253,18 @@ def _break_writing(context: RankContext, rank: int, error: BaseException) -> Any
 def test_an_error_that_one_rank_has_seen_is_raised_on_all_later(context: RankContext, tmp_path: Path) -> None:
     """So that they go on together, also if none has; once all have heard of it, it is over. Nothing is left of it."""
     run = start(0)
-    before, told = _save(tmp_path, run), "rank 0: the disk is full"
+    before, told = save_checkpoint(tmp_path, *run).path, "rank 0: the disk is full"
     with _break_writing(context, 0, CheckpointError("the disk is full")):
         for waiting in ([], [0], [0, 1]):
-            saving = _start_saving(tmp_path, run, wait=False)
+            saving = save_checkpoint(tmp_path, *run, wait=False)
             for _ in range(2 if context.rank in waiting else 0):
                 with pytest.raises(CheckpointError, match=told):
                     saving.wait()
             if len(waiting) < 2:
                 with pytest.raises(CheckpointError, match=told):
-                    _save(tmp_path, run, wait=False)
+                    save_checkpoint(tmp_path, *run, wait=False)
     assert list(tmp_path.iterdir()) == [before] and latest(tmp_path) == before
-    assert _save(tmp_path, run).name == "checkpoint-2"
+    assert save_checkpoint(tmp_path, *run).path.name == "checkpoint-2"
 
 
 @on_ranks(2)
@@ -333,11 +273,11 @@ def test_arguments_that_differ_between_ranks(context: RankContext, tmp_path: Pat
     run, rank = start(0), context.rank
     own, model, optimizer = tmp_path / str(rank), sharded(filled(llama)), run.optimizer if rank else None
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("'wait'", lambda: _save(tmp_path, run, wait=bool(rank))),
-        ("'step'", lambda: _save(tmp_path, run, step=rank)),
-        ("'step'", lambda: _save(tmp_path, run, step=1 if rank else None)),
-        ("'keep'", lambda: _save(tmp_path, run, keep=1 + rank)),
-        ("'directory'", lambda: _save(own, run)),
+        ("'wait'", lambda: save_checkpoint(tmp_path, *run, wait=bool(rank))),
+        ("'step'", lambda: save_checkpoint(tmp_path, *run, step=rank)),
+        ("'step'", lambda: save_checkpoint(tmp_path, *run, step=1 if rank else None)),
+        ("'keep'", lambda: save_checkpoint(tmp_path, *run, keep=1 + rank)),
+        ("'directory'", lambda: save_checkpoint(own, *run)),
         ("'directory'", lambda: export_safetensors(model, own)),
         ("'directory'", lambda: model.save_pretrained(own)),
         ("", lambda: save_checkpoint(tmp_path, run.model, optimizer)),
@@ -355,11 +295,11 @@ def test_gradients_that_wait_for_a_step_are_lost_with_a_word(context: RankContex
     model: Any = StreamShard(Stack(), precision=FP32, grad_slots="all")
     optimizer = adamw(model)
     with model.no_sync():
-        stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(0))
         lost = "model: a checkpoint has no gradients, and some have been accumulated"
         with contextlib.nullcontext() if context.rank else pytest.warns(UserWarning, match=lost):
             save_checkpoint(tmp_path, model, optimizer)
-    stack_step(model, Call(1, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(1))
     optimizer.step()
     save_checkpoint(tmp_path, model, optimizer)
 
@@ -372,11 +312,11 @@ def test_an_error_of_one_rank_is_raised_on_all_and_leaves_nothing(context: RankC
         kind = type(error) if context.rank == 1 else CheckpointError
         words = None if kind is KeyboardInterrupt else f"checkpoint-1: rank 1: {told}"
         with _break_writing(context, 1, error), pytest.raises(kind, match=words):
-            _save(tmp_path, run)
+            save_checkpoint(tmp_path, *run)
     assert list(tmp_path.iterdir()) == [] and latest(tmp_path) is None
-    blocked = _save(tmp_path, run) / "checkpoint.json"
+    blocked = save_checkpoint(tmp_path, *run).path / "checkpoint.json"
     with pytest.raises(CheckpointError, match=r"could not save .*json"):
-        _save(blocked, run)
+        save_checkpoint(blocked, *run)
 
 
 class Position:
@@ -404,7 +344,7 @@ def test_several_models_optimizers_and_objects(context: RankContext, tmp_path: P
         both = torch.optim.SGD([*actor.parameters(), *critic.parameters(), *plain.parameters()], lr=0.1, momentum=0.9)
         own = torch.optim.Adam(actor.parameters())
         for model in (actor, critic):
-            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            stack_step(model, context.call(0))
         plain(torch.ones(1, DIM)).sum().backward()
         both.step()
         own.step()
@@ -473,7 +413,7 @@ def test_a_mismatch_is_named_and_nothing_changes(context: RankContext, tmp_path:
     """All differences at once; of models, optimizers and what was asked for."""
     run = start(0)
     steps(run, 0, 1)
-    _save(tmp_path, run)
+    save_checkpoint(tmp_path, *run)
     other = StreamShard(Stack(), precision=FP32)
     before = full_weights(other)
     told = r"Counted and does not fit Stack: missing 'head.bias', .*unexpected"
@@ -493,7 +433,7 @@ def test_a_mismatch_is_named_and_nothing_changes(context: RankContext, tmp_path:
         with pytest.raises(CheckpointError, match=words):
             load_checkpoint(tmp_path, changed.model, optimizer)
     with pytest.raises(CheckpointError, match=r"it has no 'extra.loader'"):
-        _load(tmp_path, changed, loader=Position(0))
+        load_checkpoint(tmp_path, *changed[:2], {**changed.extra, "loader": Position(0)})
     with pytest.raises(CheckpointError, match="could not load .*: AssertionError|KeyError"):
         load_checkpoint(tmp_path, changed.model, changed.optimizer, {"scheduler": Position(0)})
     assert_same(weights_of(changed), before, "weights", EXACT)
@@ -545,7 +485,7 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         (CheckpointError, r"extra\.x is a numpy\.ndarray", save_it(extra={"x": array})),
         (CheckpointError, r"extra\.x\[0\] is a .*Position: .* by itself", save_it(extra={"x": [Position(1)]})),
         (CheckpointError, r"are named 'extra\.a\.b': give other keys in extra=", save_it(extra=several)),
-        (CheckpointError, "no whole checkpoint: wanted a directory that save_", lambda: _load(tmp_path, run)),
+        (CheckpointError, "no whole checkpoint: wanted a directory", lambda: load_checkpoint(tmp_path, *run)),
     ]
     calls: list[Callable[[Any], Any]] = [
         latest,
@@ -563,24 +503,8 @@ def test_arguments_that_cannot_work(context: RankContext, tmp_path: Path) -> Non
         with case(words), pytest.raises(error, match=words):
             refusing()
     with run.model.summon_full_params(), pytest.raises(ShardingError, match="inside summon_full_params"):
-        _save(tmp_path, run)
+        save_checkpoint(tmp_path, *run)
     assert list(tmp_path.iterdir()) == []
-
-
-@on_ranks(2)
-def test_replicas_that_train_on_their_own_are_all_saved(context: RankContext, tmp_path: Path) -> None:
-    """Between averages of local SGD each replica goes on with its own weights, and with the step of the average."""
-    mesh, runs = init_device_mesh("cpu", (2, 1)), []
-    for _ in range(2):
-        model = StreamShard(Stack(), precision=FP32, mesh=mesh)
-        runs.append((model, LocalSGD(adamw(model), model, period=3, warmup_steps=1)))
-    train_stack(*runs[0], context)
-    save_checkpoint(tmp_path, *runs[0])
-    load_checkpoint(tmp_path, *runs[1])
-    assert runs[1][1].step_count == 3
-    for run in runs:
-        train_stack(*run, context, first=3, steps=4)
-    assert_same(full_weights(runs[1][0]), full_weights(runs[0][0]), "weights", EXACT)
 
 
 @on_ranks(2)
@@ -588,13 +512,13 @@ def test_a_model_from_the_meta_device_takes_over(context: RankContext, tmp_path:
     """Without ever having had values of its own."""
     run = start(0)
     steps(run, 0, 2, spread=4)
-    _save(tmp_path, run)
+    save_checkpoint(tmp_path, *run)
     wanted = steps(run, 2, 4, spread=4)
     with torch.device("meta"):
         model = Counted()
     model.scale = torch.ones(1)
     other = start(1, model)
     with pytest.raises(ShardingError, match="save_checkpoint, but parameter .* is empty"):
-        _save(tmp_path, other)
-    _load(tmp_path, other)
+        save_checkpoint(tmp_path, *other)
+    load_checkpoint(tmp_path, *other)
     assert steps(other, 2, 4, spread=4) == wanted

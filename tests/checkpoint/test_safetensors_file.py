@@ -119,31 +119,45 @@ def test_files_are_read_as_they_were_planned(tmp_path_factory: Any, described: d
         assert {name: (each.shape, each.dtype) for name, each in found.items()} == described
 
 
-def _damage(tmp_path: Path, name: str, old: bytes, new: bytes) -> None:
-    path = tmp_path / name
-    content = path.read_bytes()
-    assert old in content
-    path.write_bytes(content.replace(old, new, 1))
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @each_reader
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("name", "old", "new", "message"),
     [
-        (b"[0,8]", b"[0,4]"),
-        (b'"shape":[2]', b'"shape":[9]'),
-        (b'{"__meta', b'["__meta'),
-        (b"[8,16]", b"[0,8] "),  # two tensors in one place
-        (b"[8,16]", b"[9,17]"),  # a gap
-        (b"ab", b""),  # shorter
+        *(
+            (FILE, old, new, "cannot read .*model.safetensors")
+            for old, new in (
+                (b"[0,8]", b"[0,4]"),
+                (b'"shape":[2]', b'"shape":[9]'),
+                (b'{"__meta', b'["__meta'),
+                (b"[8,16]", b"[0,8] "),  # two tensors in one place
+                (b"[8,16]", b"[9,17]"),  # a gap
+                (b"\0" * 16, b"\0" * 14),  # shorter
+            )
+        ),
+        (INDEX, b"weight_map", b"weight_mop", "is not an index"),
+        (INDEX, b'"model-00001', b'"../model-00001', "not a file of its own directory"),
+        (INDEX, b'"a": "model-00001', b'"a": "model-00002', "cannot read 'a' of .*model-00002-of-00002.safetensors"),
+        (INDEX, b'"a": "model-00001-of-00002.safetensors"', b'"a": 3', "names 3"),
+        (INDEX, b"{", b"", "is not an index"),
+        (INDEX, b'"a": "model-00001', b'"a": "\\ud800model-00001', "cannot read"),
     ],
 )
-def test_damaged_files_raise(old: bytes, new: bytes, tmp_path: Path, read: Callable[[Path], StoredDirectory]) -> None:
-    """A header that contradicts itself or the file is not believed."""
-    write_empty(tmp_path, plan_files(_metas(dict.fromkeys("ab", ((2,), torch.float32))), 100, NAMES))
-    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-2] + b"ab")
-    _damage(tmp_path, "model.safetensors", old, new)
-    with pytest.raises(CheckpointError, match="cannot read .*model.safetensors"):
+def test_damaged_files_raise(name: str, old: bytes, new: bytes, message: str, tmp_path: Path, read: Any) -> None:
+    """A header that contradicts itself or the file is not believed.
+
+    An index that leads out of its directory, or to a file that has no such tensor, is not followed.
+    """
+    if name == INDEX:
+        write_two(tmp_path)
+    else:
+        write_empty(tmp_path, plan_files(_metas(dict.fromkeys("ab", ((2,), torch.float32))), 100, NAMES))
+    content = (tmp_path / name).read_bytes()
+    assert old in content
+    (tmp_path / name).write_bytes(content.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=message):
         read(tmp_path)
 
 
@@ -167,26 +181,6 @@ def test_an_index_that_leads_to_no_regular_file_raises_at_once(tmp_path: Path, m
     make(path)
     with pytest.raises(CheckpointError, match=f"{path} is not a regular file"):
         StoredDirectory(tmp_path, NAMES)
-
-
-@each_reader
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (b"weight_map", b"weight_mop", "is not an index"),
-        (b'"model-00001', b'"../model-00001', "not a file of its own directory"),
-        (b'"a": "model-00001', b'"a": "model-00002', "cannot read 'a' of .*model-00002-of-00002.safetensors"),
-        (b'"a": "model-00001-of-00002.safetensors"', b'"a": 3', "names 3"),
-        (b"{", b"", "is not an index"),
-        (b'"a": "model-00001', b'"a": "\\ud800model-00001', "cannot read"),
-    ],
-)
-def test_damaged_index_raises(old: bytes, new: bytes, message: str, tmp_path: Path, read: Any) -> None:
-    """An index that leads out of its directory, or to a file that has no such tensor, is not followed."""
-    write_two(tmp_path)
-    _damage(tmp_path, "model.safetensors.index.json", old, new)
-    with pytest.raises(CheckpointError, match=message):
-        read(tmp_path)
 
 
 @each_reader

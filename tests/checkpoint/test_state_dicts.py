@@ -24,6 +24,7 @@ from tests.reference import (
     EXACT,
     FP32,
     Call,
+    adamw,
     assert_same,
     built,
     case,
@@ -36,10 +37,6 @@ from tests.reference import (
     stack_step,
     train_stack,
 )
-
-
-def _model(build: Callable[[], nn.Module] = Stack) -> tuple[Any, nn.Module]:
-    return sharded_model(build), built(build)
 
 
 class Renamed(Layer):
@@ -55,18 +52,10 @@ class Renamed(Layer):
 
 
 class Extra(Layer):
-    """Has extra state, computed from whole weights, and hooks before and after."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, ...]] = []
-        self.register_state_dict_pre_hook(lambda module, prefix, keep: self.seen.append(self.linear.weight.shape))
+    """Has extra state, computed from whole weights."""
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"shape": tuple(self.linear.weight.shape), "sum": float(self.linear.weight.detach().sum())}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Nothing to do."""
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
@@ -81,7 +70,7 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", list(BUILDS))
 def test_full_state_dict_is_what_the_plain_model_gives(context: RankContext, name: str) -> None:
     """Whatever modules do in their part of it; it can be saved, and is a copy. So it is inside `summon_full_params`."""
-    model, plain = _model(BUILDS[name])
+    model, plain = sharded_model(BUILDS[name]), built(BUILDS[name])
     found, wanted = model.full_state_dict(rank0_only=False), plain.state_dict()
     tensors = {key: value for key, value in wanted.items() if isinstance(value, Tensor)}
     assert_same({key: found[key] for key in tensors}, tensors, "state", EXACT)
@@ -107,7 +96,7 @@ def test_what_a_module_raises_on_one_rank_is_an_error_on_all(context: RankContex
         def get_extra_state(self) -> Any:
             raise KeyError("nothing here")
 
-    model, _ = _model(stack_of(Refusing))
+    model = sharded_model(stack_of(Refusing))
     with pytest.raises(ShardingError, match="rank 0: KeyError: 'nothing here'") as caught:
         model.full_state_dict()
     assert isinstance(caught.value.__cause__, KeyError) is (context.rank == 0)
@@ -127,7 +116,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 @on_ranks(2)
 def test_pieces_of_parts_are_not_saved_as_if_they_were_whole(context: RankContext) -> None:
     """Of any module inside, by any library. A plain clone is the user's, who says that he knows."""
-    model, _ = _model(Stack)
+    model = sharded_model()
     for name, part in PARTS.items():
         for value in part(model).values():
             for save in (torch.save, pickle.dump, lambda value, file: file.write(safetensors.torch.save({"": value}))):
@@ -142,7 +131,7 @@ def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
     """They would take pieces for whole tensors; with one rank they are."""
     from torch.distributed.checkpoint import state_dict as dcp
 
-    model, plain = _model()
+    model, plain = sharded_model(), built()
     whole, optimizer = dcp.StateDictOptions(full_state_dict=True), torch.optim.AdamW(model.parameters())
     for call in (
         lambda: dcp.get_model_state_dict(model, options=whole),
@@ -156,7 +145,7 @@ def test_distributed_checkpoints_functions_raise(context: RankContext) -> None:
 
 @on_ranks(2)
 def test_shapes_that_do_not_fit_are_named_whole(context: RankContext) -> None:
-    model, plain = _model()
+    model, plain = sharded_model(), built()
     state = {**plain.state_dict(), "layers.0.linear.weight": torch.zeros(3, 3), "head.bias": torch.zeros(2)}
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict(state)
@@ -222,18 +211,26 @@ def test_averages_of_weights_load_on_other_numbers_of_ranks(ranks: RankPool, tmp
 
 
 @on_ranks(4)
-def test_each_replica_of_local_sgd_gets_its_own_averages(context: RankContext, tmp_path: Path) -> None:
-    model = sharded_model(mesh=mesh_2d(2, 2))
-    optimizer = LocalSGD(sgd(model), model, period=100, warmup_steps=1)
-    average = Average(model)
+def test_each_replica_of_local_sgd_goes_on_with_its_own_weights_and_averages(
+    context: RankContext, tmp_path: Path
+) -> None:
+    """Between averages over replicas, and with the step of the next one."""
+    runs = []
+    for _ in range(2):
+        model = sharded_model(mesh=mesh_2d(2, 2))
+        runs.append((model, LocalSGD(adamw(model), model, period=3, warmup_steps=1), Average(model)))
+    (model, optimizer, average), (other, its_optimizer, its_average) = runs
     for step in range(3):
         train_stack(model, optimizer, context, first=step, steps=1)
         average.step(model)
     save_checkpoint(tmp_path, model, optimizer, {"average": average})
-    other = Average(model)
-    load_checkpoint(tmp_path, model, optimizer, {"average": other})
-    for wanted, found in zip(average.shadows, other.shadows, strict=True):
+    load_checkpoint(tmp_path, other, its_optimizer, {"average": its_average})
+    assert its_optimizer.step_count == 3
+    for wanted, found in zip(average.shadows, its_average.shadows, strict=True):
         assert torch.equal(piece_of(found), piece_of(wanted))
+    for each, its, _ in runs:
+        train_stack(each, its, context, first=3, steps=4)
+    assert_same(full_weights(other), full_weights(model), "weights", EXACT)
 
 
 @on_ranks(2)

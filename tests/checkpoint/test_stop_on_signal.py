@@ -112,10 +112,19 @@ def _train(directory: Path, moments: list[Moment]) -> None:
                     stop.exit()
 
 
+def _train_as_on_two_machines(directory: Path, moments: list[Moment]) -> None:
+    """They count restarts apart. torchrun's store still has the addresses of dead ranks."""
+    rank, restarts = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts * rank)
+    if restarts and rank == 0:
+        time.sleep(0.5)  # rank 1 looks for its address before rank 0 gives it
+    _train(directory, moments)
+
+
 def _torchrun(directory: Path, moments: list[Moment]) -> None:
     """Exits with the code of the rank that has failed once too often."""
     try:
-        run_by_torchrun(2, _train, directory, moments)
+        run_by_torchrun(2, _train_as_on_two_machines, directory, moments)
     except ChildFailedError as error:
         sys.exit(max(failure.exitcode for _, failure in error.failures.items()))
 

@@ -30,7 +30,7 @@ from streamshard.errors import CommunicationError
 from tests.launched import in_child
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, RankFailure, await_groups_of_before, on_ranks, open_pool
-from tests.reference import FP32, Call, engine_inside, lm_step, sharded_model
+from tests.reference import FP32, engine_inside, lm_step, sharded_model
 from tests.scenarios import BF16, sharded, train
 
 
@@ -107,7 +107,7 @@ def test_pages_of_slots_that_embedding_and_head_leave_go_back(context: RankConte
     model = sharded_model(lambda: TinyLM(TinyConfig(vocabulary=2048)))
     pages = []
     for number in range(3):
-        lm_step(model, Call(number, context.rank, 2, 1.0))
+        lm_step(model, context.call(number))
         model.zero_grad()
         dist.barrier()
         pages.append(_pages())
@@ -116,16 +116,13 @@ def test_pages_of_slots_that_embedding_and_head_leave_go_back(context: RankConte
     assert pages[0] - pages[2] >= 2 * (embedding - 2 * mmap.PAGESIZE)
 
 
-def _refuse(*_: object, **__: object) -> int:
-    raise OSError("not here")
-
-
 @on_ranks(2)
 def test_one_rank_that_cannot_share_makes_all_use_sockets(context: RankContext) -> None:
     """An old kernel, a limit on file sizes, another container. Nothing stays open."""
     before = _held()
     for call in ("memfd_create", "ftruncate", "pidfd_open", "open"):
-        with mock.patch.object(os, call, _refuse if context.rank == 1 else getattr(os, call)):
+        refuse = mock.Mock(side_effect=OSError("not here"))
+        with mock.patch.object(os, call, refuse if context.rank == 1 else getattr(os, call)):
             model: nn.Module = StreamShard(Stack(), precision=FP32)
         assert type(engine_inside(model).ranks.transport) is PairwiseTransport
         model(vector_batch(0, context.rank)).sum().backward()

@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -105,12 +106,7 @@ def _numbers(rank: int, numel: int, like: torch.Tensor, salt: int = 0) -> torch.
     return torch.randn(numel, generator=generator).to(like)
 
 
-def _check_gathers(ranks: Communicator) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        _check_gathers_of(dtype, ranks)
-
-
-def _check_gathers_of(dtype: torch.dtype, ranks: Communicator) -> None:
+def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
     """All ranks' shards side by side: published, inside the slot, empty, cast on the way, others; later new values."""
     transport, size, device = ranks.transport, ranks.world_size, ranks.streams.device
     shard = transport.allocate_visible(NUMEL, dtype)
@@ -246,7 +242,8 @@ def _check_talk(ranks: Communicator) -> None:
 def test_every_transport_gathers_reduces_averages_and_exchanges_objects(context: RankContext, through: str) -> None:
     """And flags. Through gloo and shared memory sums are in fp32 in rank order, whatever is sent."""
     ranks = TRANSPORTS[through](torch.device("cpu"))
-    _check_gathers(ranks)
+    _check_gathers(ranks, torch.float32)
+    _check_gathers(ranks, torch.bfloat16)
     _check_reductions(ranks, sums=ranks.streams.has_streams)
     _check_flags(ranks)
     _check_all_to_all(ranks)
@@ -259,7 +256,8 @@ def test_ranks_with_the_same_experts_gather_and_reduce_beside_others(context: Ra
     gc.collect()
     inner: Any = ranks.transport
     assert not inner.inner._own.gone[0], "the communicator of all has gone, and its memory is needed"
-    _check_gathers(ranks)
+    _check_gathers(ranks, torch.float32)
+    _check_gathers(ranks, torch.bfloat16)
     _check_reductions(ranks, sums=False)
 
 
@@ -269,7 +267,8 @@ def test_ranks_with_the_same_experts_gather_and_reduce_beside_others(context: Ra
 def test_the_nccl_transport_gathers_reduces_and_exchanges(context: RankContext, is_late: bool) -> None:
     make: Any = _late(_gloo) if is_late else _gloo
     ranks = make(context.device)
-    _check_gathers(ranks)
+    _check_gathers(ranks, torch.float32)
+    _check_gathers(ranks, torch.bfloat16)
     _check_reductions(ranks, sums=ranks.world_size > 1)
     _check_all_to_all(ranks)
     _check_talk(ranks)
@@ -293,11 +292,6 @@ def test_sums_are_divided_afterwards(context: RankContext, through: str) -> None
         torch.testing.assert_close(out, torch.full((NUMEL,), 2 * value * size / divisor), rtol=1e-3, atol=0.0)
 
 
-class _Interrupted:
-    def wait(self) -> None:
-        raise KeyboardInterrupt
-
-
 @on_ranks(2)
 def test_abandoned_messages_do_not_block_others(context: RankContext) -> None:
     """A wait that an exception ends, a model that is deleted while its weights are under way."""
@@ -306,7 +300,7 @@ def test_abandoned_messages_do_not_block_others(context: RankContext) -> None:
     shard, slot = torch.ones(NUMEL), torch.empty(2 * NUMEL)
     if context.rank == 0:
         work: Any = transport.start_gather(Gather(shard, slot, 0))
-        work.messages.insert(0, _Interrupted())
+        work.messages.insert(0, mock.Mock(wait=mock.Mock(side_effect=KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
             work.wait()
         del work

@@ -1,36 +1,34 @@
-"""Any elementwise optimizer of torch.optim gives what it gives on the unsharded model; its whole state travels.
+"""Any elementwise optimizer of torch.optim gives what it gives on the unsharded model.
 
-If a scaled loss overflows on one rank, all ranks skip the step.
+If a scaled loss overflows on one rank, all ranks skip the step. While an optimizer steps it sees the gradients that
+have elements.
 """
 
 from __future__ import annotations
 
-import copy
-import io
+import contextlib
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from streamshard import Precision, StreamShard, full_optimizer_state_dict, load_optimizer_state_dict
+from streamshard import Precision, full_optimizer_state_dict
 from streamshard.errors import ShardingError
+from streamshard.optim import elementwise
 from tests.models import Layer, Stack, vector_batch
-from tests.ranks import Call, RankContext, on_ranks
+from tests.ranks import Call, RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
     EXACT,
-    FP32,
     NEAR,
-    Tolerance,
     assert_same,
     assert_trains_like_plain,
-    built,
     case,
     full_weights,
     piece_of,
@@ -98,122 +96,6 @@ def test_one_rank_has_whole_parameters(context: RankContext) -> None:
         assert all(weight.isfinite().all() for weight in full_weights(model).values())
 
 
-# -- the whole state ----------------------------------------------------------------------------------------------
-
-
-def _assert_state(found: dict[str, Any], wanted: dict[str, Any], tolerance: Tolerance = NEAR) -> None:
-    for number, values in wanted["state"].items():
-        assert set(found["state"][number]) == set(values)
-        tensors = {key: value for key, value in values.items() if torch.is_tensor(value)}
-        assert_same({key: found["state"][number][key] for key in tensors}, tensors, f"state of {number}", tolerance)
-
-
-def _plain(name: str) -> tuple[nn.Module, Optimizer]:
-    model = built()
-    return model, _two_groups(name)(model)
-
-
-@on_ranks(2)
-def test_zero_redundancy_optimizer_and_streamshard_read_each_others_state(context: RankContext) -> None:
-    """Both ways, on the same weights, with steps before and after."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    kind, settings = OPTIMIZERS["AdamW"]
-    ddp, again = (DistributedDataParallel(built()) for _ in range(2))
-    zero, other = (ZeroRedundancyOptimizer(each.parameters(), kind, **settings) for each in (ddp, again))
-    train_stack(ddp, zero)
-    zero.consolidate_state_dict(to=0)
-    model = sharded_model()
-    model.load_state_dict(ddp.module.state_dict())
-    optimizer = kind(model.parameters(), **settings)  # type: ignore[call-arg]
-    load_optimizer_state_dict(model, optimizer, zero.state_dict() if context.rank == 0 else None)
-    train_stack(model, optimizer, first=3)
-    train_stack(ddp, zero, first=3)
-    assert_same(full_weights(model), dict(ddp.module.state_dict()), "weights", NEAR)
-
-    again.module.load_state_dict(full_weights(model))
-    other.load_state_dict(full_optimizer_state_dict(model, optimizer, rank0_only=False))
-    train_stack(again, other, first=6)
-    train_stack(model, optimizer, first=6)
-    assert_same(full_weights(model), dict(again.module.state_dict()), "weights", NEAR)
-
-
-@on_ranks(2)
-def test_state_that_does_not_fit_is_refused_on_all_ranks(context: RankContext) -> None:
-    """Another model, or parameters in another order; nothing is changed."""
-    model = sharded_model()
-    optimizer = _two_groups("AdamW")(model)
-    train_stack(model, optimizer)
-    before = full_optimizer_state_dict(model, optimizer, rank0_only=False)
-    plain = Stack()
-    reordered = torch.optim.AdamW(list(plain.parameters())[::-1])
-    train_stack(plain, reordered, steps=1)
-    fewer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-    for other, words in ((reordered, r"exp_avg.*has shape.*same parameters"), (fewer, "is of 1 parameters")):
-        with pytest.raises(ShardingError, match=words):
-            load_optimizer_state_dict(model, optimizer, other.state_dict())
-    _assert_state(full_optimizer_state_dict(model, optimizer, rank0_only=False), before, EXACT)
-
-
-@on_ranks(2)
-def test_pieces_of_state_are_not_saved_as_if_they_were_whole(context: RankContext) -> None:
-    """`accelerator.save_state` writes rank 0's state for all; copies of a state dict can still be loaded again."""
-    model = sharded_model()
-    optimizer = _two_groups("AdamW")(model)
-    train_stack(model, optimizer)
-    with pytest.raises(ShardingError, match="full_optimizer_state_dict"):
-        torch.save(optimizer.state_dict(), io.BytesIO())
-    backup, weights = copy.deepcopy(optimizer.state_dict()), full_weights(model)
-    train_stack(model, optimizer, first=3)
-    wanted = full_weights(model)
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(backup)
-    assert {type(v) for values in optimizer.state.values() for v in values.values()} == {Tensor}
-    train_stack(model, optimizer, first=3)
-    assert_same(full_weights(model), wanted, "weights", EXACT)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("name", "way", "has_stepped"), [("AdamW", "fused", True), ("Adagrad", "plain", False)])
-def test_whole_state_is_cut_when_the_optimizer_itself_loads_it(
-    context: RankContext, name: str, way: str, has_stepped: bool
-) -> None:
-    """By an optimizer that has stepped, and by one that has not, of whom nobody knows yet."""
-    kind, settings = OPTIMIZERS[name]
-    plain, _ = _plain(name)
-    theirs = kind(plain.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
-    train_stack(plain, theirs)
-    model = sharded_model()
-    model.load_state_dict(dict(plain.state_dict()))
-    ours = kind(model.parameters(), **settings, **WAYS[way])  # type: ignore[call-arg]
-    if has_stepped:
-        train_stack(model, ours, first=7, steps=1)
-        model.load_state_dict(plain.state_dict())
-    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
-    _assert_state(full_optimizer_state_dict(model, ours, rank0_only=False), theirs.state_dict())
-    train_stack(plain, theirs, first=3)
-    train_stack(model, ours, first=3)
-    assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
-
-
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "name"), [(2, "NAdam"), (3, "Adagrad")])
-def test_state_from_before_sharding_is_taken_over(context: RankContext, name: str) -> None:
-    """A model that has trained for a while is sharded; its optimizer goes on. The whole state is plain PyTorch's."""
-    (plain, theirs), (unsharded, ours) = _plain(name), _plain(name)
-    model: Any = unsharded
-    for each, optimizer in ((plain, theirs), (model, ours)):
-        train_stack(each, optimizer)
-    model = StreamShard(model, precision=FP32)
-    for each, optimizer in ((plain, theirs), (model, ours)):
-        train_stack(each, optimizer, first=3)
-    assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)
-    state = full_optimizer_state_dict(model, ours, rank0_only=False)
-    _assert_state(state, theirs.state_dict())
-    assert state["param_groups"] == theirs.state_dict()["param_groups"]
-    assert bool(full_optimizer_state_dict(model, ours)) == (context.rank == 0)
-
-
 # -- loss scaling --------------------------------------------------------------------------------------------------
 
 
@@ -274,3 +156,138 @@ def test_an_overflow_in_one_piece_skips_the_step_on_all_ranks(
         else:
             assert all(value.isfinite().all() for value in after.values())
             assert any(not after[name].equal(weights[name]) for name in after), "nothing was trained"
+
+
+# -- what optimizers see while they step: gradients with elements ---------------------------------------------------
+
+
+@elementwise
+class _Foreign(Optimizer):
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen: list[Tensor | None] = []  # gradients, of the last step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = [param for group in self.param_groups for param in group["params"]]
+        self.seen = [param.grad for param in params]
+        self.kinds = {type(param.grad) for param in params if param.grad is not None}
+        self.update([param for param in params if param.grad is not None])
+        return loss
+
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            param.sub_(param.grad, alpha=self.defaults["lr"])
+
+
+def _backward(model: nn.Module, number: int = 0) -> float:
+    return float(stack_step(model, Call(number, 0, 1, 1.0)))
+
+
+@on_ranks(2)
+def test_empty_pieces_have_gradients_outside_of_steps(context: RankContext) -> None:
+    """The same norms on every rank, before a step and after it; nothing is kept for them."""
+    model = sharded_model()
+    optimizer = _Foreign(model.parameters())
+    for number in range(2):
+        _backward(model, number)
+        grads = [param.grad for param in model.parameters()]
+        norms = [float(grad.norm()) for grad in grads]  # each is a collective
+        assert everywhere(norms) == [norms] * 2
+        optimizer.step()
+        assert [grad is None for grad in optimizer.seen] == [not piece_of(param).numel() for param in grads]
+        assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+        assert [float(param.grad.norm()) for param in model.parameters()] == norms
+        if number:
+            adamw = torch.optim.AdamW(model.parameters())
+            adamw.step()
+            assert set(adamw.state) == {param for param in model.parameters() if piece_of(param).numel()}
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_closure_sees_and_makes_all_gradients(context: RankContext) -> None:
+    """It clips them; the step that called it sees those with elements."""
+    model, plain = sharded_model(), Stack()
+    plain.load_state_dict(full_weights(model))
+    ours, theirs = (_Foreign(each.parameters()) for each in (model, plain))
+    params, norms = list(model.parameters()), []
+
+    def closure() -> float:
+        ours.zero_grad()
+        loss = _backward(model, number)
+        assert not any(param.grad is None for param in params)
+        norms.append(float(nn.utils.clip_grad_norm_(params, 0.1)))
+        return loss
+
+    for number in range(3):
+        loss = ours.step(closure=closure) if number else ours.step(closure)
+        assert [grad is None for grad in ours.seen] == [not piece_of(param).numel() for param in params]
+        assert not any(param.grad is None for param in params)
+        theirs.zero_grad()
+        assert _backward(plain, number) == pytest.approx(loss)
+        assert float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)) == pytest.approx(norms[-1])
+        theirs.step()
+    assert_same(full_weights(model), dict(plain.state_dict()), "weights")
+
+
+# -- what is known ----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_norms_that_bitsandbytes_is_asked_for_are_refused(context: RankContext) -> None:
+    """Of an optimizer that else works element by element."""
+    for asked in [{"max_unorm": 0.5}, {"percentile_clipping": 5}, {"block_wise": False}, {}]:
+        with case(asked):
+            model = sharded_model()
+            optimizer = type("Adam", (_Foreign,), {"__module__": "bitsandbytes.optim.adam"})(model.parameters())
+            defaults = {"max_unorm": 0.0, "percentile_clipping": 100, "block_wise": True}
+            optimizer.args = SimpleNamespace(**defaults | asked)
+            _backward(model)
+            refused = pytest.raises(ShardingError, match="Adam with max_unorm, .* takes norms")
+            with refused if asked else contextlib.nullcontext():
+                optimizer.step()
+
+
+@elementwise
+class _KeepsGrads(_Foreign):
+    """Uses the gradients of the last step. Its second group keeps copies."""
+
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            assert param.grad is not None
+            is_copy = any(param is each for each in self.param_groups[1]["params"])
+            self.state[param]["previous"] = param.grad.clone() if is_copy else param.grad.view(-1)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_keeps_gradients_in_its_state_is_refused(context: RankContext) -> None:
+    """The next backward writes to their memory. A clone is the optimizer's own."""
+    model = sharded_model()
+    params = [*model.parameters()]
+    _backward(model)
+    _KeepsGrads([{"params": []}, {"params": params}]).step()
+    with pytest.raises(ShardingError, match=r"keeps the gradient of '.*' in its state, as 'previous', .*clone\(\)"):
+        _KeepsGrads([{"params": params[:1]}, {"params": params[1:]}]).step()
+
+
+@elementwise
+class _Blocks(_Foreign):
+    def update(self, params: list[Tensor]) -> None:
+        for param in params:
+            codes = torch.zeros_like(param, dtype=torch.uint8)
+            self.state[param].update(codes=codes, scales=torch.ones(param.numel() // 4 + 2))
+
+
+@on_ranks(2)
+def test_state_that_is_not_one_number_for_each_element_is_not_put_together(context: RankContext) -> None:
+    model = sharded_model()
+    optimizer = _Blocks(model.parameters())
+    train_stack(model, optimizer, steps=1)
+    with pytest.raises(ShardingError, match="one number for each element.*which ranks cannot put together"):
+        full_optimizer_state_dict(model, optimizer)

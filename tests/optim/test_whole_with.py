@@ -1,4 +1,4 @@
-"""`WholeParameterOptimizer` with what stands around an optimizer: clipping, scalers, schedulers, wrappers, slots."""
+"""`WholeParameterOptimizer` with what stands around an optimizer: schedulers, closures, replicas, plain modules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils._pytree import tree_leaves
 
@@ -21,16 +20,26 @@ from streamshard import (
     save_checkpoint,
 )
 from streamshard.errors import ConfigError, ShardingError
-from streamshard.optim import WholeParameterOptimizer
 from tests.models import NormStack, vector_batch
-from tests.optim.muon import muon_in_fp32
-from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, whole
-from tests.optim.test_whole_state import Odd
+from tests.optim.test_state import Odd
+from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, muon_in_fp32, whole
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, built, full_weights, seed, sharded_model, stack_step, train_stack
+from tests.reference import (
+    ALL_SLOTS,
+    Call,
+    Step,
+    assert_same,
+    assert_trains_like_plain,
+    built,
+    full_weights,
+    mesh_2d,
+    no_sync,
+    seed,
+    sharded_model,
+    stack_step,
+)
 
 STEPS = 4
-Backward = Callable[[int], Any]
 
 
 def _optimizer(model: nn.Module, params: Any = None, kind: type[Optimizer] = torch.optim.Muon, **options: Any) -> Any:
@@ -38,81 +47,33 @@ def _optimizer(model: nn.Module, params: Any = None, kind: type[Optimizer] = tor
     return whole(model, params, kind, **{"lr": 0.02, "round_size": 1024, **options})
 
 
-def _backward(model: nn.Module, context: RankContext) -> Backward:
-    """This rank's forward and backward; those of all ranks, if the model is plain."""
-    if isinstance(model, StreamShard):
-        return lambda number: stack_step(model, context.call(number))
-    size = context.world_size
-    return lambda number: sum(stack_step(model, Call(number, rank, size, 1 / size)) for rank in range(size)) / size
+def _scheduled(model: nn.Module) -> Any:
+    optimizer = _optimizer(model, lr=torch.tensor(0.02))
+    optimizer.scheduler = lr_scheduler.StepLR(optimizer, step_size=2)
+    return optimizer
 
 
-@muon_in_fp32()
-def _assert_like_plain(
-    context: RankContext,
-    program: Callable[[Any, Any, Backward], Any],
-    make: Callable[[Any], Any] = _optimizer,
-    build: Callable[[], nn.Module] = Mixed,
-    **settings: Any,
-) -> None:
-    """`program` ends with the same weights on a sharded model as on a plain one."""
-    found, wanted = sharded_model(build, **settings), built(build)
-    for model in (wanted, found):
-        program(model, make(model), _backward(model, context))
-    assert_same(full_weights(found), full_weights(wanted), "weights", NEAR)
+def _schedule(model: nn.Module, optimizer: Any, number: int) -> None:
+    if number:
+        optimizer.scheduler.step()
 
 
-def _train(model: Any, optimizer: Any, backward: Backward, steps: int = STEPS, first: int = 0) -> None:
-    for number in range(first, first + steps):
-        backward(number)
-        optimizer.step()
-        optimizer.zero_grad()
+def _add_group(model: nn.Module, optimizer: Any, number: int) -> None:
+    if number == 2:
+        optimizer.add_param_group({"params": [model.get_submodule("head").weight], "lr": 0.1})
 
 
-# -- programs -------------------------------------------------------------------------------------------------------
+def _unfreeze(model: nn.Module, optimizer: Any, number: int) -> None:
+    model.get_submodule("layers.1").requires_grad_(number >= 2)
+    repr(optimizer)
 
 
-def _calls_closures(model: Any, optimizer: Any, backward: Backward) -> None:
-    for number in range(STEPS):
-        losses = []
-
-        def closure(number: int = number, losses: list[Any] = losses) -> Any:
-            optimizer.zero_grad()
-            losses.append(backward(number))
-            return losses[-1]
-
-        assert optimizer.step(closure) is losses[0] and len(losses) == 1
-
-
-def _schedules(model: Any, optimizer: Any, backward: Backward) -> None:
-    scheduler = lr_scheduler.StepLR(optimizer, step_size=2)
-    for number in range(STEPS):
-        _train(model, optimizer, backward, 1, number)
-        scheduler.step()
-
-
-def _adds_groups(model: Any, optimizer: Any, backward: Backward) -> None:
-    for number in range(STEPS):
-        _train(model, optimizer, backward, 1, number)
-        if number == 1:
-            optimizer.add_param_group({"params": [model.get_submodule("head").weight], "lr": 0.1})
-
-
-def _unfreezes(model: Any, optimizer: Any, backward: Backward) -> None:
-    for number in range(STEPS):
-        model.get_submodule("layers.1").requires_grad_(number >= 2)
-        repr(optimizer)
-        _train(model, optimizer, backward, 1, number)
-
-
-def _freezes(model: Any, optimizer: Any, backward: Backward) -> None:
+def _freeze_behind(model: nn.Module, call: Call) -> Tensor:
     """With a gradient, which is stepped, then with zeros, which are too: momentum goes on."""
-    frozen = model.get_submodule("layers.1")
-    for number in range(STEPS):
-        backward(number)
-        frozen.requires_grad_(False)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        frozen.requires_grad_(number < 2)
+    frozen = model.get_submodule("layers.1").requires_grad_(call.step < 3)
+    loss = stack_step(model, call)
+    frozen.requires_grad_(False)
+    return loss
 
 
 class _Rebinds(torch.optim.SGD):
@@ -128,44 +89,82 @@ class _Rebinds(torch.optim.SGD):
                     param.data = param.data - group["lr"] * state["last"].float()
 
 
-PROGRAMS: dict[str, tuple[Any, ...]] = {
-    "closures": (_calls_closures,),
-    "schedules of a tensor lr": (_schedules, lambda model: _optimizer(model, lr=torch.tensor(0.02))),
-    "groups added": (_adds_groups, lambda model: _optimizer(model, _matrices(model)[:2])),
-    "unfreezing": (_unfreezes,),
-    "freezing": (_freezes,),
-    "new memory": (_train, lambda model: _optimizer(model, list(model.parameters()), _Rebinds, lr=1e-4)),
+# What makes the optimizer, what is done before each step, forward and backward.
+PROGRAMS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, Any, int], object], Step]] = {
+    "schedules of a tensor lr": (_scheduled, _schedule, stack_step),
+    "groups added": (lambda model: _optimizer(model, _matrices(model)[:2]), _add_group, stack_step),
+    "unfreezing": (_optimizer, _unfreeze, stack_step),
+    "freezing": (_optimizer, lambda *_: None, _freeze_behind),
+    "new memory": (
+        lambda model: _optimizer(model, list(model.parameters()), _Rebinds, lr=1e-4),
+        lambda *_: None,
+        stack_step,
+    ),
 }
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "name"), [(1, "closures"), *((2, name) for name in PROGRAMS)])
+@on_ranks(2)
+@pytest.mark.parametrize("name", PROGRAMS)
+@muon_in_fp32
 def test_programs_train_as_on_the_unsharded_model(context: RankContext, name: str) -> None:
-    """With one rank as well, where parameters are stepped in place."""
-    _assert_like_plain(context, *PROGRAMS[name])
+    make, prepare, step = PROGRAMS[name]
+    optimizers: dict[nn.Module, Any] = {}
+
+    def optimizer(model: nn.Module) -> Any:
+        return optimizers.setdefault(model, make(model))
+
+    def before(model: nn.Module, number: int) -> None:
+        prepare(model, optimizers[model], number)
+
+    given: dict[str, Any] = {"set_to_none": name != "freezing", "tolerance": NEAR}
+    assert_trains_like_plain(context, Mixed, step, steps=4, checked=(), optimizer=optimizer, prepare=before, **given)
+
+
+@on_ranks(1, 2)
+@muon_in_fp32
+def test_a_closure_makes_the_gradients(context: RankContext) -> None:
+    """Called once, and its result is returned. With one rank as well, where parameters are stepped in place."""
+    found, wanted = sharded_model(Mixed), built(Mixed)
+    for model in (found, wanted):
+        optimizer, losses = _optimizer(model), list[Tensor]()
+
+        def closure(model: Any = model, optimizer: Any = optimizer, losses: list[Tensor] = losses) -> Tensor:
+            optimizer.zero_grad()
+            losses.append(stack_step(model, Call(len(losses), 0, 1, 1.0)))
+            return losses[-1]
+
+        for number in range(STEPS):
+            assert optimizer.step(closure) is losses[-1] and len(losses) == number + 1
+    assert_same(full_weights(found), full_weights(wanted), "weights", NEAR)
 
 
 @on_ranks(4)
+@muon_in_fp32
 def test_replicas_have_owners_of_their_own(context: RankContext) -> None:
-    _assert_like_plain(context, _train, _muon_and_adamw, mesh=init_device_mesh("cpu", (2, 2)))
+    settings: dict[str, Any] = {"optimizer": _muon_and_adamw, "tolerance": NEAR, "mesh": mesh_2d(2, 2)}
+    assert_trains_like_plain(context, Mixed, stack_step, **settings)
 
 
 @on_ranks(2)
+@muon_in_fp32
 def test_accumulated_gradients_are_stepped_once(context: RankContext) -> None:
     """A step that comes before all ranks' gradients are summed is refused."""
+    optimizers = list[Any]()
 
-    def program(model: Any, optimizer: Any, backward: Backward) -> None:
-        for number in range(0, 2 * STEPS, 2):
+    def optimizer(model: nn.Module) -> Any:
+        optimizers.append(_optimizer(model))
+        return optimizers[-1]
+
+    def twice(model: nn.Module, call: Call) -> Tensor:
+        with no_sync(model):
+            stack_step(model, call._replace(step=call.step + 10))
             if isinstance(model, StreamShard):
-                with model.no_sync():
-                    backward(number)
-                    with pytest.raises(ShardingError, match="an optimizer's step"):
-                        optimizer.step()
-            else:
-                backward(number)
-            _train(model, optimizer, backward, 1, number + 1)
+                with pytest.raises(ShardingError, match="an optimizer's step"):
+                    optimizers[-1].step()
+        return stack_step(model, call)
 
-    _assert_like_plain(context, program, weight_slots="all", grad_slots="all")
+    settings: dict[str, Any] = {"optimizer": optimizer, "tolerance": NEAR, **ALL_SLOTS}
+    assert_trains_like_plain(context, Mixed, twice, **settings)
 
 
 @on_ranks(2)
@@ -177,23 +176,26 @@ def test_parameters_of_a_plain_module_are_stepped_by_every_rank(context: RankCon
     params = [*model.parameters(), *head.parameters()]
     optimizer, other, again = (_optimizer(model, params, Odd) for _ in range(3))
 
-    def backward(number: int) -> None:
-        head(model(vector_batch(number, 0))).square().mean().backward()
+    def train(optimizer: Any, first: int, last: int) -> None:
+        for number in range(first, last):
+            head(model(vector_batch(number, 0))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-    _train(model, optimizer, backward)
+    train(optimizer, 0, STEPS)
     assert optimizer.owner_of(head.weight) is None
     state = full_optimizer_state_dict(model, optimizer)
     own = {tensor.data_ptr() for tensor in tree_leaves(optimizer.state[head.weight]) if isinstance(tensor, Tensor)}
     assert own.isdisjoint(tensor.data_ptr() for tensor in tree_leaves(state) if isinstance(tensor, Tensor))
     load_optimizer_state_dict(model, other, state)
     save_checkpoint(tmp_path, model, optimizer, {"head": head})
-    _train(model, other, backward, 1, STEPS)
+    train(other, STEPS, STEPS + 1)
     wanted = head.weight.detach().clone()
     first = wanted.clone()
     torch.distributed.broadcast(first, 0)
     assert torch.equal(first, wanted)
     load_checkpoint(tmp_path, model, again, {"head": head})
-    _train(model, again, backward, 1, STEPS)
+    train(again, STEPS, STEPS + 1)
     assert torch.equal(head.weight, wanted)
 
 
@@ -205,20 +207,3 @@ def test_parameters_of_two_models_are_refused(context: RankContext) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"'layers.0.linear.weight' is of another model.*one .* for each model"):
             optimizer.step()
-
-
-@on_ranks(2)
-def test_models_may_be_sharded_after_the_optimizer_was_made(context: RankContext) -> None:
-    """And after it has stepped."""
-    found, wanted = built(Mixed), built(Mixed)
-    kind = torch.optim.Adafactor
-    optimizer = WholeParameterOptimizer(found.parameters(), kind, lr=0.02, round_size=1024)
-    its = kind(wanted.parameters(), lr=0.02)
-    train_stack(found, optimizer, steps=2)
-    train_stack(wanted, its, steps=2)
-    sharded = StreamShard(found, precision=FP32)
-    train_stack(sharded, optimizer, first=2, steps=2)
-    train_stack(wanted, its, first=2, steps=2)
-    assert_same(full_weights(sharded), full_weights(wanted), "weights", NEAR)
-    kept = {param for param in optimizer.state if optimizer.owner_of(param) not in (None, context.rank)}
-    assert not kept, "state of parameters that other ranks own"

@@ -17,7 +17,7 @@ import torch
 import streamshard
 from streamshard import save_checkpoint
 from streamshard.tools.command import main
-from tests.checkpoint.crafted import rewrite
+from tests.checkpoint.crafted import flip, rewrite
 from tests.checkpoint.objects import Kept
 from tests.checkpoint.runs import start, steps
 from tests.ranks import RankContext, RankPool
@@ -61,8 +61,7 @@ def test_inspect_finds_damage(saved: Path, tmp_path: Path, capsys: pytest.Captur
     if damage == "lose":
         file.unlink()
     else:
-        *content, last = file.read_bytes()
-        file.write_bytes(bytes([*content, last ^ 1]))
+        flip(file, -1)
     assert main(["inspect", str(bad)]) == 1
     said = capsys.readouterr()
     assert file.name in said.err and said.err.count("\n") == 1

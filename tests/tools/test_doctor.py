@@ -147,13 +147,6 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def _run(**environment: str) -> None:
-    os.environ.update(environment)
-    speed._SECONDS = 0.01
-    doctor._UNIT_NUMELS = (1 << 12, 1 << 14)
-    sys.exit(main(["doctor"]))
-
-
 def test_one_process_checks_the_machine(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = command("doctor").splitlines()
     assert {line[:8].strip() for line in lines} <= {"ok", "note"} and "matmul: bf16" in lines[-1]
@@ -162,6 +155,15 @@ def test_one_process_checks_the_machine(command: Any, monkeypatch: pytest.Monkey
     assert (report["world_size"], report["transport"]) == (1, None)
     (problem,) = [finding for finding in report["findings"] if finding["level"] == "problem"]
     assert "finds no GPU" in problem["what"]
+
+
+def _run_on_own_machine() -> None:
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NCCL_P2P_DISABLE="1", STREAMSHARD_SHARED_MEMORY="0")
+    if os.environ["RANK"] == "1":
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    speed._SECONDS = 0.01
+    doctor._UNIT_NUMELS = (1 << 12, 1 << 14)
+    sys.exit(main(["doctor"]))
 
 
 @pytest.mark.ranks
@@ -173,11 +175,3 @@ def test_ranks_print_their_bandwidth_once_and_findings_of_other_machines_too(tmp
     assert told.count("NCCL_P2P_DISABLE=1") == 1 and "note     rank 1: CUDA_LAUNCH_BLOCKING=1: the host waits" in told
     for name in ("all-gather", "reduction"):
         assert re.search(rf"^ok       {name} of \d+\.\d KiB: \d+\.\d\d GB/s, \d+\.\d\d ms$", told, re.M), told
-
-
-def _run_on_own_machine() -> None:
-    environment = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_P2P_DISABLE": "1"}
-    environment["STREAMSHARD_SHARED_MEMORY"] = "0"
-    if os.environ["RANK"] == "1":
-        environment["CUDA_LAUNCH_BLOCKING"] = "1"
-    _run(**environment)

@@ -16,21 +16,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamshard import ConfigError, ShardingError, StreamShard, plan
-from streamshard.tools.activations import LiveBytes
 from streamshard.tools.fit import Stage
 from streamshard.tools.model_source import builder_of
 from streamshard.torch_private import fake_ranks
 from tests.launched import ROOT
 from tests.models import TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import adamw, engine_inside
 from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
-from tests.tools.test_plan import SLOTS, Sent, _assert_equal, _config
+from tests.tools.test_plan import SLOTS, _assert_equal, _config, sent_in_last
+from tests.tools.test_planned_activations import BATCH, SEQ, peak_of_step
 from tests.training import test_experts_and_context as experts
 from tests.training import test_tensor_parallel as tensors
 
-BATCH, SEQ = 4, 128
 WAYS: dict[str, Callable[[], Any]] = {"shared-memory": nullcontext, "sockets": over_sockets, "nccl": simulated_device}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:While redistributing:UserWarning"),
@@ -120,34 +118,19 @@ def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext)
 @on_ranks(4)
 @pytest.mark.parametrize(("parallel", "size"), [("tp", 2), ("ep", 2)])
 def test_a_step_sends_what_the_plan_says(context: RankContext, parallel: str, size: int) -> None:
+    def step(model: nn.Module) -> None:
+        model(torch.arange(2 * 8).view(2, 8)).square().mean().backward()
+
     planned = plan(_built(parallel, size)[0], 4, precision="fp32", **{parallel: size})  # type: ignore[arg-type]
     for number, slots in enumerate((SLOTS[0], SLOTS[2], SLOTS[3])):
         model, mesh = _built(parallel, size)
         live: Any = StreamShard(model, mesh=mesh, precision="fp32", **slots)
-        sent, stage = Sent(live), planned.stages[number]
-        with engine_inside(live).streams.observed_by(sent):
-            live(torch.arange(2 * 8).view(2, 8)).square().mean().backward()
-        assert (sent.counts.total(), sent.sent_bytes) == (stage.all_gathers + stage.reductions, stage.sent_bytes)
+        sent_in_last(live, functools.partial(step, live), 1).assert_is(planned.stages[number])
 
 
 def _true_peak(context: RankContext, config: str, *, is_checkpointed: bool) -> int:
     model: Any = builder_of(config)(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    if is_checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model = StreamShard(model, precision="bf16", weight_slots=2, keep_main_grads=True)
-    optimizer = adamw(model)
-
-    def step() -> None:
-        tokens = torch.randint(0, tensors.WORDS, (BATCH, SEQ))
-        output = model(input_ids=tokens, labels=tokens, use_cache=False)  # lives until backward is over
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()  # makes the optimizer's state, and torch's rules for DTensors
-    with LiveBytes() as live:
-        step()
-    return live.peak
+    return peak_of_step(model, "bf16", is_checkpointed=is_checkpointed)
 
 
 def test_activations_equal_the_true_peak_of_a_step(ranks: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,32 +21,30 @@ from streamshard.core.host import HostState
 from streamshard.core.slots import Ledger
 from streamshard.errors import log
 from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
-from tests.launched import Launched, run_script
-from tests.models import TinyConfig, TinyLM
+from tests.launched import Launched
+from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, engine_inside, lm_step
+from tests.reference import adamw, engine_inside, lm_step
 from tests.simulated import simulated_device
 
-OUT_OF_MEMORY = """
-import os, torch
-from streamshard import StreamShard
-from tests.models import TinyLM, next_token_loss, token_batch
 
-def train():
-    model = StreamShard(TinyLM())
-    if os.environ["RANK"] == "1":
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    tokens = token_batch(0, 0)
-    next_token_loss(model(tokens), tokens).backward()
-
-train()
-"""
+def _run_out_of_memory() -> None:
+    """On rank 1. Then what a fresh interpreter runs at its end: forked processes end without it."""
+    try:
+        model, tokens = StreamShard(TinyLM()), token_batch(0, 0)
+        if os.environ["RANK"] == "1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        next_token_loss(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        sys.last_value = error
+        traceback.print_exc()
+    atexit._run_exitfuncs()
 
 
 @pytest.mark.ranks
 def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds(tmp_path: Path) -> None:
     """After the traceback: the bytes by category, and what makes room. The other rank's error names this one."""
-    (_, other), (_, told) = Launched(2, tmp_path, _end_as_python, OUT_OF_MEMORY).end()
+    (_, other), (_, told) = Launched(2, tmp_path, _run_out_of_memory).end()
     assert "rank 1 has failed: its process ends with OutOfMemoryError: CUDA out of memory. Tried to" in other
     assert "gloo" not in other and "what makes room" not in other
     raised, report = told.split("Tried to allocate 2.00 GiB\n")[-2:]
@@ -55,16 +54,6 @@ def test_a_process_that_ends_out_of_memory_says_what_the_engine_holds(tmp_path: 
     *_, room, plan = report.splitlines()
     assert room == "what makes room: fewer slots, more ranks, smaller batches, activation checkpointing"
     assert plan == "rank 1: out of memory: `streamshard plan` says what a rank needs and what fits"
-
-
-def _end_as_python(script: str) -> None:
-    """Run a script, and what a fresh interpreter runs at its end. Forked processes end without it."""
-    try:
-        run_script(script)
-    except Exception as error:
-        sys.last_value = error
-        traceback.print_exc()
-    atexit._run_exitfuncs()
 
 
 @on_ranks(2)
@@ -130,7 +119,7 @@ def test_a_steps_chunks_take_the_bytes_of_the_report(context: RankContext) -> No
         model: Any = StreamShard(TinyLM(TinyConfig(vocabulary=160)), offload="state")  # no unit is padded
         optimizer = adamw(model)
         for step in range(3):
-            lm_step(model, Call(step, context.rank, 2, 1.0))
+            lm_step(model, context.call(step))
             optimizer.step()
         assert max(held) == model.memory_report().chunk_bytes
 

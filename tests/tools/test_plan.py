@@ -31,7 +31,7 @@ from tests.integrations.models import make_model
 from tests.launched import ROOT
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, case, engine_inside, lm_step, mesh_2d, stack_step
+from tests.reference import adamw, case, engine_inside, lm_step, mesh_2d, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
 from tests.simulated import is_inside, simulated_device
 from tests.test_meta_device import on_meta
@@ -63,15 +63,17 @@ def _assert_equal(planned: Stage, model: Any) -> None:
 
 def _check(
     build: Callable[[], nn.Module], world_size: int, transport: str, mesh: DeviceMesh | None = None, **settings: Any
-) -> None:
-    """At each number of slots, the plan of a model without values equals the report of the live one."""
+) -> list[tuple[Stage, Any]]:
+    """At each number of slots, the plan of a model without values equals the report of the live one. Gives both."""
     replicas = 1 if mesh is None else mesh.size(0)
     planned = plan(build, world_size // replicas, transport=transport, replicas=replicas, weight_slots=3, **settings)
-    assert [stage.name for stage in planned.stages] == ["ZeRO-3", "3 slots", "ZeRO-2", "ZeRO-1"]
-    for stage, slots in zip(planned.stages, SLOTS, strict=True):
-        model = StreamShard(build(), mesh=mesh, **slots, **settings)
+    names = ["ZeRO-3", "3 slots", "ZeRO-2", "ZeRO-1"][: 2 if "offload" in settings else 4]
+    assert [stage.name for stage in planned.stages] == names
+    models = [StreamShard(build(), mesh=mesh, **slots, **settings) for slots in SLOTS[: len(names)]]
+    for stage, model in (both := list(zip(planned.stages, models, strict=True))):
         _assert_equal(stage, model)
         assert planned.numel == sum(param.numel() for param in model.parameters())
+    return both
 
 
 @on_ranks()
@@ -112,16 +114,12 @@ def test_a_plan_with_offload_equals_the_live_memory_report(context: RankContext,
     """Bytes on the device and in host memory, of every category, and of a step's chunks; also with a device budget."""
     for number, name in enumerate(MODELS if precision == "bf16" else ("frozen", "adapters")):
         budget = (0, "24KB")[(number + context.world_size) % 2]
-        settings: dict[str, Any] = {"precision": PRECISIONS[precision], "offload": "state", "device_budget": budget}
-        planned = plan(MODELS[name], context.world_size, weight_slots=3, **settings)
-        assert [stage.name for stage in planned.stages] == ["ZeRO-3", "3 slots"]
-        for stage, slots in zip(planned.stages, (2, 3), strict=True):
-            with simulated_device() as device:
-                model: Any = StreamShard(MODELS[name](), weight_slots=slots, **settings)
-            _assert_equal(stage, model)
-            held = [buffer for _, buffer in engine_inside(model).ledger.buffers]
-            pinned_bytes = sum(each.nbytes for each in held if is_inside(each, device.pinned))
-            assert pinned_bytes == sum(stage.memory.host_bytes.values())
+        with simulated_device() as device:
+            given: dict[str, Any] = {"precision": PRECISIONS[precision], "offload": "state", "device_budget": budget}
+            for stage, model in _check(MODELS[name], context.world_size, "nccl", **given):
+                held = [buffer for _, buffer in engine_inside(model).ledger.buffers]
+                pinned_bytes = sum(each.nbytes for each in held if is_inside(each, device.pinned))
+                assert pinned_bytes == sum(stage.memory.host_bytes.values())
 
 
 @on_ranks(2)
@@ -171,13 +169,30 @@ class Sent(Observer):
             dtype = whole.dtype if is_gather else self._transport.sent_dtype(ReductionMode.FP32, whole.dtype)
             self.sent_bytes += whole.numel() * dtype.itemsize * (size - 1) // size
 
+    def assert_is(self, planned: Stage) -> None:
+        assert self.counts[Collective.ALL_GATHER] == planned.all_gathers
+        assert self.counts[Collective.REDUCE_SCATTER] == planned.reductions
+        assert self.sent_bytes == planned.sent_bytes
+
+
+def sent_in_last(model: Any, step: Callable[[], object], steps: int = 3, replicas: int = 1) -> Sent:
+    """In the last of these steps of training. From the second on, embedding and head take turns."""
+    optimizer = adamw(model)
+    for _ in range(steps):
+        sent = Sent(model, replicas)
+        with engine_inside(model).streams.observed_by(sent):
+            step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return sent
+
 
 def _half_frozen() -> nn.Module:
     return half_frozen(TinyConfig(depth=6))
 
 
-@on_ranks()
-@pytest.mark.parametrize(("world_size", "settings"), [(2, {}), (2, {"offload": "state"})])
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"offload": "state"}])
 def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[str, Any]) -> None:
     models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
         (_half_frozen, lm_step),
@@ -186,41 +201,26 @@ def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[st
         (lambda: nn.Sequential(*(Layer(DIM) for _ in range(5))), stack_step),  # nothing in the root unit
     )
     all_slots = SLOTS[: 2 if settings else 4]
+    transport = "nccl" if settings else "shared-memory"
     # Each model at one number of slots, and the first at all.
     cells = {(place, place % len(all_slots)) for place in range(len(models))}
     for model_number, number in sorted(cells | {(0, number) for number in range(len(all_slots))}):
         build, step = models[model_number]
-        transport = "nccl" if settings else "shared-memory"
-        planned = plan(build, context.world_size, weight_slots=3, transport=transport, **settings).stages[number]
+        planned = plan(build, 2, weight_slots=3, transport=transport, **settings).stages[number]
         with simulated_device() if settings else nullcontext():
             model = StreamShard(build(), **all_slots[number], **settings)
-        optimizer = adamw(model)
-        for count in range(3):  # from the second on, embedding and head take turns
-            sent = Sent(model)
-            with engine_inside(model).streams.observed_by(sent):
-                step(model, Call(count, context.rank, context.world_size, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert sent.counts[Collective.ALL_GATHER] == planned.all_gathers
-        assert sent.counts[Collective.REDUCE_SCATTER] == planned.reductions
-        assert sent.sent_bytes == planned.sent_bytes
+        sent = sent_in_last(model, functools.partial(step, model, context.call(0)))
+        sent.assert_is(planned)
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_step_sends_other_replicas_what_the_plan_says(context: RankContext, is_cut: bool) -> None:
     """Averages of main grads; with state over all ranks weights and gradients."""
-    mesh = mesh_2d(2, 2)
-    planned = plan(_half_frozen, context.world_size // 2, replicas=2, shard_over_replicas=is_cut)
+    planned = plan(_half_frozen, 2, replicas=2, shard_over_replicas=is_cut)
     with simulated_device():
-        model = StreamShard(_half_frozen(), mesh=mesh, shard_over_replicas=is_cut)
-    optimizer = adamw(model)
-    for count in range(2):  # frozen weights cross once
-        sent = Sent(model, replicas=2)
-        with engine_inside(model).streams.observed_by(sent):
-            lm_step(model, Call(count, context.rank, context.world_size, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
+        model = StreamShard(_half_frozen(), mesh=mesh_2d(2, 2), shard_over_replicas=is_cut)
+    sent = sent_in_last(model, lambda: lm_step(model, context.call(0)), 2, replicas=2)  # frozen weights cross once
     assert sent.outer_bytes == planned.stages[0].outer_bytes > 0
 
 
@@ -240,27 +240,16 @@ def test_a_step_of_accumulation_takes_and_sends_what_the_plan_says(context: Rank
                 loss_of(model, number).backward()
         loss_of(model, 3).backward()
 
-    def accumulate(model: Any) -> None:
-        model.accumulate(range(4), loss_of)
-
     stages = plan(build, 2, transport="nccl", weight_slots=3, accumulate=4).stages
-    cells = [(*each, accumulate) for each in zip(stages, SLOTS, strict=True)]
-    cells += [(*cells[0][:2], loop), (*cells[3][:2], loop)]
-    for stage, slots, step in cells:
-        with case((slots, step.__name__)), simulated_device():
-            model = StreamShard(build(), **slots)
-            for _ in range(3):
-                sent = Sent(model)
-                with engine_inside(model).streams.observed_by(sent):
-                    step(model)
-                model.zero_grad()
-            if step is loop:
-                assert sent.sent_bytes == stage.loop.sent_bytes(4)
-                continue
+    for stage, slots in zip(stages, SLOTS, strict=True):
+        with case(slots), simulated_device():
+            model: Any = StreamShard(build(), **slots)
+            sent = sent_in_last(model, functools.partial(model.accumulate, range(4), loss_of))
             _assert_equal(stage, model)
-            assert sent.counts[Collective.ALL_GATHER] == stage.all_gathers
-            assert sent.counts[Collective.REDUCE_SCATTER] == stage.reductions
-            assert sent.sent_bytes == stage.sent_bytes
+            sent.assert_is(stage)
+            if slots in (SLOTS[0], SLOTS[3]):
+                sent = sent_in_last(model, functools.partial(loop, model))
+                assert sent.sent_bytes == stage.loop.sent_bytes(4)
 
 
 def _config(directory: Path, **sizes: Any) -> Path:

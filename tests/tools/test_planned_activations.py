@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard, plan
 from streamshard.planning.discovery import find_units
-from streamshard.tools.activations import Activations, LiveBytes, estimate_activations
+from streamshard.tools.activations import LiveBytes, estimate_activations
 from tests.families import _make
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
@@ -63,27 +63,24 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def measure(name: str, micro_batches: int, *, is_checkpointed: bool) -> int:
-    """Bytes of tensors that a step of one CPU rank makes, at most: the inputs, forward, backward, AdamW's step.
+def peak_of_step(model: Any, precision: str, micro_batches: int = 1, *, is_checkpointed: bool) -> int:
+    """Bytes of tensors that a step of this rank makes, at most: the inputs, forward, backward, AdamW's step.
 
     Several micro-batches run layer by layer.
     """
-    torch.manual_seed(0)
-    build, precision = CASES[name]
-    model = build().train()
     if isinstance(model, ConvLM):
         for block in model.blocks if is_checkpointed else ():
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
     elif is_checkpointed:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer versions have another name for it
             model.gradient_checkpointing_enable({"use_reentrant": False})
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    is_ours = isinstance(model, ConvLM)
     model = StreamShard(model, precision=precision, weight_slots=2, keep_main_grads=True)
     optimizer = adamw(model)
 
     def loss_of(model: Any, tokens: torch.Tensor, kept: Any = None) -> torch.Tensor:
-        is_ours = name == "convolutions"
         output = model(tokens) if is_ours else model(input_ids=tokens, labels=tokens, **options)
         if kept is not None:
             kept.append(output)  # lives until backward is over
@@ -104,19 +101,12 @@ def measure(name: str, micro_batches: int, *, is_checkpointed: bool) -> int:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(1 if micro_batches == 1 else 3):  # makes the optimizer's state, and settles the order of layers
+    # Makes the optimizer's state, and torch's rules for DTensors; settles the order of layers.
+    for _ in range(1 if micro_batches == 1 else 3):
         step()
     with LiveBytes() as live:
         step()
     return live.peak
-
-
-def planned(name: str, micro_batches: int) -> Activations:
-    build, precision = CASES[name]
-    given: dict[str, Any] = {"accumulate": micro_batches} if micro_batches > 1 else {}
-    found = plan(build, 1, transport="shared-memory", precision=precision, batch=BATCH, seq=SEQ, **given)
-    assert found.activation_bytes is not None, found.activations_unknown
-    return found.activation_bytes
 
 
 @on_ranks(1)
@@ -126,8 +116,13 @@ def planned(name: str, micro_batches: int) -> Activations:
 def test_planned_activations_are_the_peak_of_a_step(context: RankContext, name: str, micro_batches: int) -> None:
     """With layers checkpointed and without; of one micro-batch, or of several that run layer by layer."""
     pytest.importorskip("transformers")
-    for is_checkpointed, estimate in enumerate(planned(name, micro_batches)):
-        true = measure(name, micro_batches, is_checkpointed=bool(is_checkpointed))
+    build, precision = CASES[name]
+    given: dict[str, Any] = {"accumulate": micro_batches} if micro_batches > 1 else {}
+    planned = plan(build, 1, transport="shared-memory", precision=precision, batch=BATCH, seq=SEQ, **given)
+    assert planned.activation_bytes is not None, planned.activations_unknown
+    for is_checkpointed, estimate in enumerate(planned.activation_bytes):
+        torch.manual_seed(0)
+        true = peak_of_step(build().train(), precision, micro_batches, is_checkpointed=bool(is_checkpointed))
         assert estimate / true == pytest.approx(1.0, abs=0.03 if micro_batches == 1 else 0.01)
 
 

@@ -17,7 +17,7 @@ from streamshard.tools.activations import Activations
 from streamshard.tools.host_time import MACHINES, Step, StepTime
 from tests.models import DIM, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, adamw, case, lm_step
+from tests.reference import adamw, case, lm_step
 from tests.scenarios import BF16
 from tests.simulated import is_inside, simulated_device
 
@@ -63,7 +63,7 @@ class _Copied(TorchDispatchMode):
 )
 def test_a_step_copies_the_bytes_of_its_plan(context: RankContext, micro_batches: int, accumulates: bool) -> None:
     """In both directions, with the optimizer's step, which the first forward carries out."""
-    call = Call(0, context.rank, context.world_size, 1.0)
+    call = context.call(0)
 
     def build(frozen: int) -> nn.Module:
         return half_frozen(TinyConfig(vocabulary=160, dim=32, depth=6), frozen)  # no unit is padded

@@ -11,18 +11,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from streamshard import StreamShard
 from streamshard import trace as record
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepPart, StreamName, Work
 from streamshard.errors import ShardingError
-from streamshard.tools.spans import Span, Trace
+from streamshard.tools.spans import Span
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
-from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, Call, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step
+from tests.ranks import RankContext, on_ranks
+from tests.reference import EXACT, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step
 from tests.scenarios import BF16, sharded, train
 from tests.simulated import SimulatedDevice, simulated_device
 
@@ -30,22 +29,16 @@ DEPTH = 5
 COMM = StreamName.COMM
 
 
-def _traced(context: RankContext) -> Trace:
-    torch.manual_seed(2)
+@on_ranks(2)
+def test_the_trace_has_every_computation_and_every_collective_in_order(context: RankContext) -> None:
+    """Each unit waits for its gather, and is reduced after its backward. The next gather is under way meanwhile."""
     model = StreamShard(TinyLM(TinyConfig(depth=DEPTH)), precision=BF16)
     optimizer = adamw(model)
     for number in range(3):
-        with record(model) if number == 2 else contextlib.nullcontext() as trace:
-            lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+        with record(model) as trace:
+            lm_step(model, context.call(number))
             optimizer.step()
             optimizer.zero_grad()
-    assert isinstance(trace, Trace)
-    return trace
-
-
-def test_the_trace_has_every_computation_and_every_collective_in_order(ranks: RankPool) -> None:
-    """Each unit waits for its gather, and is reduced after its backward. The next gather is under way meanwhile."""
-    trace = ranks(2).run(_traced)[1]
     found = defaultdict[str, list[int | None]](list)
     for span in trace.spans:
         found[span.activity].append(span.unit)
@@ -91,7 +84,7 @@ def test_a_saved_trace_shows_all_ranks_in_chromes_format(context: RankContext, t
     """A process for each rank, a thread for each lane, all spans. A rank can also write its trace alone."""
     model = StreamShard(TinyLM(), precision=BF16)
     with record(model) as found:
-        lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+        lm_step(model, context.call(0))
     found.save(tmp_path / "step.json")
     found.save(tmp_path / f"{context.rank}.json", all_ranks=False)
     both, own = (json.loads((tmp_path / f"{n}.json").read_text())["traceEvents"] for n in ("step", context.rank))
@@ -117,7 +110,7 @@ def test_a_saved_trace_shows_what_state_in_host_memory_needs(context: RankContex
         optimizer = adamw(model)
         with record(model) as found:
             for number in range(2):
-                stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+                stack_step(model, context.call(number))
                 model.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -163,7 +156,9 @@ def _taking(device: SimulatedDevice, collective: str, milliseconds: float) -> It
         yield
 
 
-def _on_played_device(context: RankContext) -> tuple[Trace, dict[str, float]]:
+@on_ranks(2)
+def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
+    """Fast collectives hide behind computing, but for the first all-gathers and the last reductions of a step."""
     with (
         simulated_device() as device,
         _taking(device, "start_gather", FAST_MS),
@@ -173,24 +168,18 @@ def _on_played_device(context: RankContext) -> tuple[Trace, dict[str, float]]:
         optimizer = adamw(model)
 
         def step() -> None:
-            stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+            stack_step(model, context.call(0))
             optimizer.step()
 
         step()
-        with engine_inside(model).streams.observed_by(_Costs(device.compute)), record(model) as found:
+        with engine_inside(model).streams.observed_by(_Costs(device.compute)), record(model) as trace:
             step()
             step()
-    return found, {name.removesuffix("_s"): 1e3 * value for name, value in found.summary().items()}
-
-
-@on_ranks(2)
-def test_what_a_device_waits_for_is_exposed(context: RankContext) -> None:
-    """Fast collectives hide behind computing, but for the first all-gathers and the last reductions of a step."""
-    computing = 5 * (FORWARD_MS + BACKWARD_MS)
-    trace, found = _on_played_device(context)
     assert trace.steps == 2
-    exposed = {"exposed_all_gather": 2 * FAST_MS, "exposed_reduction": 2 * FAST_MS}  # of the root unit and a layer
+    found = {name.removesuffix("_s"): 1e3 * value for name, value in trace.summary().items()}
     assert found.pop("host") > 0.0
+    computing = 5 * (FORWARD_MS + BACKWARD_MS)
+    exposed = {"exposed_all_gather": 2 * FAST_MS, "exposed_reduction": 2 * FAST_MS}  # of the root unit and a layer
     wanted = {"step": computing + 4 * FAST_MS, "compute": computing, **exposed}
     assert found == pytest.approx({**wanted, "optimizer": 0.0, "other": 0.0})
 
@@ -228,7 +217,7 @@ def test_what_the_host_waits_for_is_exposed(context: RankContext) -> None:
         found = stack.enter_context(record(model))
         stack.enter_context(streams.observed_by(waiting))
         for number in range(2):
-            stack_step(model, Call(number, context.rank, 2, 1.0))
+            stack_step(model, context.call(number))
             optimizer.step()
             optimizer.zero_grad()
             clock.clock_ms += 7.0
