@@ -491,7 +491,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("WeightGuard.mark_gone", Drop("self.set_present("), "absent_weights:kept_in_place"),
         ("classes_of", Drop("entries[inner] = property"), "frozen"),
     ],
-    "../tests/adversary": [("delay", Drop("sleep(_DELAY_CYCLES)"), "ranks:busy")],
     "build": [
         ("shard_model", Drop("ranks.broadcast(tensor)"), "frozen"),
         ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other"),
