@@ -50,7 +50,7 @@ class StreamShard(Watched):
             unit. Warns if there are no layers.
         resident: modules whose weights are read outside of their own layer's forward, or that some ranks run more often
             than others: names, modules or classes, one or several. Each gets its own slots, is all-gathered once in a
-            step and then stays unsharded. If a module has layers inside, all these layers
+            pass, and stays unsharded until its gradients are reduced. If a module has layers inside, all these layers
             are resident. The parameters of a module inside a layer move to the root unit.
         mesh: a 1-D DeviceMesh or a process group to shard over, or a 2-D DeviceMesh, replicate x shard: shards over the
             second axis, averages gradients over the first (hybrid sharding). None: the default group; if there is none,
@@ -61,8 +61,8 @@ class StreamShard(Watched):
             count as that many. The last layers of forward stay in their slots for backward. With "all" each unit is
             all-gathered once in a step (ZeRO-2).
         grad_slots: None: the gradients of a unit take the slot of its weights, which backward has left; with "all"
-            weight slots they have two slots of their own. "all": each unit has a gradient slot of its own, where
-            gradients are accumulated locally inside `no_sync`, and are reduced once (ZeRO-1).
+            weight slots, and over sockets, they have two slots of their own. "all": each unit has a gradient slot of
+            its own, where gradients are accumulated locally inside `no_sync`, and are reduced once (ZeRO-1).
         min_unit_size: combine consecutive units until each has at least this many bytes in `param_dtype`, e.g.
             ``"1MiB"``, so that tiny layers share collectives. 0 leaves units as they are.
         align_pieces_to: cut parameters between ranks only at multiples of this many of their elements, so that an

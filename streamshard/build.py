@@ -159,7 +159,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)
     watch_optimizers()
-    # Nobody gives them values.
+    # Parameters without elements need no values.
     without_elements = {param.name for param in engine.params if not param.piece.full.numel()}
     params = [name for name in params_of(module) if name in empty and name not in without_elements]
     engine.set_empty([*params, *(name for name, _ in module.named_buffers() if name in empty)])
@@ -206,7 +206,7 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     )
 
     streamed = [not unit.is_resident for unit in found]
-    plan = plan_slots(streamed, weight_slots, grad_slots, in_order=mover.transport.in_order)
+    plan = plan_slots(streamed, weight_slots, grad_slots, is_serial=mover.transport.is_serial)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
     homes: list[Home | None] = [host if each else outer for each in on_host]
     units = allocate_units(

@@ -121,7 +121,7 @@ class Precision:
             raise ConfigError(f"fp32_modules={entries!r}: wanted a list or tuple of names and of module classes")
 
     @property
-    def slot_grad_dtype(self) -> torch.dtype:
+    def sent_grad_dtype(self) -> torch.dtype:
         """The dtype of gradients that are sent: `grad_dtype`, or `reduce_dtype` if that is None."""
         return self.grad_dtype if self.grad_dtype is not None else self.reduce_dtype
 
@@ -130,7 +130,7 @@ class Precision:
         """The `ReductionMode` of parameters that compute in half precision."""
         if self.reduce_dtype is not torch.float32:
             return ReductionMode.SUM_16
-        return self.fp32_reduction_mode if self.slot_grad_dtype is torch.float32 else ReductionMode.IN_ORDER
+        return self.fp32_reduction_mode if self.sent_grad_dtype is torch.float32 else ReductionMode.IN_ORDER
 
     @property
     def fp32_reduction_mode(self) -> ReductionMode:
@@ -234,7 +234,8 @@ class Settings:
     def slots_on(self, world_size: int) -> tuple[SlotCount, GradSlots]:
         """The numbers of weight slots and gradient slots on `world_size` ranks.
 
-        By default 2, and none beside the weight slots. On one rank without ``offload`` "all", of both.
+        By default 2, and, but over sockets, none beside the weight slots. On one rank without ``offload`` "all", of
+        both.
         """
         is_alone = world_size == 1 and self.offload is None
         weights = self.weight_slots or ("all" if is_alone else 2)

@@ -152,7 +152,8 @@ def axes_of(module: nn.Module, shard: Sequence[int] | None) -> Axes:
                 "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
             )
         axis = Axis.of(form)
-        others = names[axis.is_inside(shard or ())]  # one mesh across, one inside
+        # A model may have one mesh across the shard group, and one inside it.
+        others = names[axis.is_inside(shard or ())]
         for other in others.keys() - {axis}:
             raise ShardingError(f"{others[other]!r} and {name!r} are DTensors on different meshes: wanted one mesh")
         others.setdefault(axis, name)

@@ -110,7 +110,7 @@ class AdversarialTransport(Transport):
 
     def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`. Until it is waited for the slot holds NaN and the shard has not been read."""
-        if gather.is_published:
+        if gather.is_of_step:
             self._issue(None, Collective.ALL_GATHER, gather.tag, reads=(gather.shard,), writes=(gather.slot,))
             self._spoil(gather.slot, gather.shard)
         return self._start_gather(lambda: self.inner.start_gather(gather))

@@ -137,7 +137,7 @@ class Communicator(RankGroup):
         """
         self.refuse_in_hook()
         with self.waiting("a gather of full tensors"), self._beside_compute("full tensors") as works:
-            works.append(self.transport.start_gather(Gather(shard, full, tag, is_published=False)))
+            works.append(self.transport.start_gather(Gather(shard, full, tag, is_of_step=False)))
 
     def exchange_now(self, exchange: AllToAll) -> None:
         """All-to-all of the shard group outside of steps. On return the compute stream can use the result."""

@@ -20,19 +20,19 @@ _TAGS_EACH = 3
 class PairwiseTransport(Transport):
     """CPU ranks over gloo: every pair of ranks exchanges its chunks directly, without intermediate copies."""
 
-    in_order = False
+    is_serial = False
 
     def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`. Other ranks' shards arrive in the slot; this rank copies its own."""
-        shard, slot, tag, cast_to, is_published = gather
-        kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
+        shard, slot, tag, cast_to, is_of_step = gather
+        kind = RecordKind.GATHER if is_of_step else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         chunks = slot.view(self.world_size, -1)
         received = [chunks[peer] for peer in self._peers()]
         if cast_to is not None:
             with self.streams.on(self.stream):
                 shard = cast_to.copy_(shard)
-        messages = self._swap([shard] * len(received), received, tag * _TAGS_EACH + (0 if is_published else 2))
+        messages = self._swap([shard] * len(received), received, tag * _TAGS_EACH + (0 if is_of_step else 2))
         if chunks[self.rank].data_ptr() != shard.data_ptr():  # a cast puts it there
             with self.streams.on(self.stream):
                 chunks[self.rank].copy_(shard)

@@ -52,8 +52,8 @@ class NcclTransport(Transport):
 
     def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`."""
-        shard, slot, tag, cast_to, is_published = gather
-        kind = RecordKind.GATHER if is_published else RecordKind.GATHER_FULL
+        shard, slot, tag, cast_to, is_of_step = gather
+        kind = RecordKind.GATHER if is_of_step else RecordKind.GATHER_FULL
         self._issue(kind, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
         with self.streams.on(self.stream):
             sent = shard if cast_to is None else cast_to.copy_(shard)
@@ -146,7 +146,7 @@ class NcclTransport(Transport):
 
     def check_precision(self, precision: Precision) -> None:
         """See `Transport.check_precision`, and [Note: sums in 16 bits]."""
-        dtype, size = precision.slot_grad_dtype, self.world_size
+        dtype, size = precision.sent_grad_dtype, self.world_size
         if precision.reduction_mode is ReductionMode.SUM_16 and size > (most := int(2 / torch.finfo(dtype).eps)):
             what = f"reduce_dtype={dtype} on {size} ranks: a sum of more than {most} equal gradients stops growing"
             raise ConfigError(f"{what}: take reduce_dtype=torch.float32, or replicas (a mesh, replicate x shard)")

@@ -212,7 +212,7 @@ class SharedMemoryTransport(PairwiseTransport):
         buffers: shared memory of all ranks, by rank.
     """
 
-    in_order = True
+    is_serial = True
 
     def __init__(self, ranks: RankGroup, buffers: Sequence[SharedBuffers]) -> None:
         super().__init__(ranks)
@@ -271,12 +271,12 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`. The first wait copies: the shards stay unchanged until then."""
-        shard, slot, tag, cast_to, is_published = gather
+        shard, slot, tag, cast_to, is_of_step = gather
         sent = shard if cast_to is None else cast_to
         key = tag, sent.data_ptr(), slot.data_ptr(), sent.numel(), sent.dtype
         copies = self._copies.get(key)
-        if copies is None or not is_published:
-            if not is_published or not self.holds(sent):  # send it through gloo
+        if copies is None or not is_of_step:
+            if not is_of_step or not self.holds(sent):  # send it through gloo
                 return super().start_gather(gather)
             copies = self._copies[key] = self._plan_copies(sent, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))

@@ -41,14 +41,14 @@ class Gather(NamedTuple):
         tag: number of the flat parameter.
         cast_to: this rank's range of `slot`: the shard is cast to its dtype there, and sent from there. None: the shard
             has the dtype of `slot`, and is sent as it is.
-        is_published: the all-gather belongs to a unit's step; False: to something else.
+        is_of_step: the all-gather belongs to a unit's step; False: to something else.
     """
 
     shard: torch.Tensor
     slot: torch.Tensor
     tag: int
     cast_to: torch.Tensor | None = None
-    is_published: bool = True
+    is_of_step: bool = True
 
 
 class Reduction(NamedTuple):
@@ -103,11 +103,11 @@ class Transport(abc.ABC):
     Attributes:
         rank, world_size, streams, recorder: those of the ranks.
         stream: the stream on which collectives run.
-        in_order: collectives run one after the other, so a reduction from a slot holds up the next all-gather into it
+        is_serial: collectives run one after the other, so a reduction from a slot holds up the next all-gather into it
             no more than any other. False: they run side by side.
     """
 
-    in_order = True
+    is_serial = True
 
     def __init__(self, ranks: RankGroup) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size

@@ -83,7 +83,9 @@ def _weight_slots(
     for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in layouts]).items():
         buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=True)
         # Streamed weights leave a slot of one unit too, for their gradients.
-        is_shared = plan.weights.count(slot) > 1 or plan.is_one_slot and plan.is_streamed[plan.weights.index(slot)]
+        is_shared = (
+            plan.weights.count(slot) > 1 or plan.grads_take_weight_slots and plan.is_streamed[plan.weights.index(slot)]
+        )
         slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_shared)
     wire_bytes = largest_of(plan.weights, [layout.flat_params[-1].wire.stop for layout in layouts])
     category = Category.WIRE_BUFFERS
@@ -112,7 +114,7 @@ def _grad_slots(
     scratch_of = {slot: scratch[number] for slot, number in zip(plan.grads, plan.scratch, strict=True)}
     slots: dict[int, GradSlot] = {}
     for slot, n_bytes in largest_of(plan.grads, [layout.flat_params[-1].grads.stop for layout in layouts]).items():
-        weights = weight_slots[slot] if plan.is_one_slot else None
+        weights = weight_slots[slot] if plan.grads_take_weight_slots else None
         if weights is None:
             buffer = ledger.allocate(Category.GRAD_SLOTS, n_bytes, torch.uint8, is_visible=True)
         else:
@@ -139,7 +141,7 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
         unit.weight_slot.shard_read.complete()
         unit.grads.slot.drained.complete()
     for unit in joined:
-        # If gradients have slots of their own, the unit keeps it.
+        # A gradient slot that is no weight slot stays the unit's.
         unit.use_slots(kept, grads.get(kept, unit.grads.slot))
         if unit.index in plan.ends:
             unit.take_turns()

@@ -129,7 +129,7 @@ def check_buffers(root: nn.Module) -> None:
             continue
         is_dense = buffer.layout is torch.strided and not buffer.is_quantized
         is_dense = is_dense and not is_traceable_wrapper_subclass(buffer)
-        # Torch refuses to write to expanded memory.
+        # torch refuses to write to expanded memory.
         if not is_dense or any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)):
             kind = f"{type(buffer).__name__}, {buffer.dtype}, {buffer.layout}" if not is_dense else "expanded"
             raise ShardingError(

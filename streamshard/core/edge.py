@@ -139,7 +139,7 @@ def call_unit(
     given = set() if phase.is_forward else {tensor.grad_fn for tensor in untraced(tensors_in, (args, kwargs))}
     try:
         may_save = handle.may_save_weights and unit.index in engine.plan.weightless
-        # Else weights stay in place, or version counters guard those that autograd saves.
+        # In a slot of the unit's own, version counters guard the weights that autograd saves.
         if unit.weight_slot.is_shared and (outer is not None or may_save):
             need = functools.partial(need_weights, engine)
             with holding_back_weights(use, need, *(outer or (keep, kept))):

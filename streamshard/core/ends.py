@@ -106,7 +106,7 @@ class Ends:
         seen = self._early, self._late, self.elsewhere, self.saved
         votes: list[Any] = ranks.gather_objects("decide which units share a slot", seen if is_ready else None)
         self.is_decided = None not in votes or self._attempts == _ATTEMPTS
-        if None in votes:  # another rank's graph may need the slots as they are
+        if None in votes:  # some rank's graph or gradients need the slots as they are
             return None
         early, late, elsewhere, saved = (set[int]().union(*each) for each in zip(*votes, strict=True))
         elsewhere |= early & late

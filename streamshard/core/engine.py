@@ -78,7 +78,7 @@ class Use(NamedTuple):
 
 
 class Phase(Protocol):
-    """The pass under way: a `Forward`, or a `Backward` with the forwards that it recomputes.
+    """The forward or backward under way: a `Forward`, or a `Backward` with the forwards that it recomputes.
 
     Attributes:
         is_forward: which of the two.
@@ -312,7 +312,7 @@ class Engine:
     def expire_slots(self) -> Collection[bool]:
         """A pass begins: slots keep only weights that have not changed. Returns the kinds of weights that may have."""
         changed: Collection[bool] = _ALL_KINDS
-        # All others gather all weights in each pass, whatever has changed.
+        # Else each pass gathers all weights: nobody has to know which have changed.
         if self.host is not None or self.outer is not None or not self.is_synced:
             changed = self._changes.find()
         # Of one rank, versions do not count writes through ``.data``.
@@ -335,7 +335,7 @@ class Engine:
         slot = unit.weight_slot
         if slot.content == unit.index:
             return
-        # Its modules must not compute with the weights of another unit.
+        # The holder's modules must not compute with this unit's weights.
         if slot.content is not None and (holder := self.units[slot.content]).is_bound:
             holder.release()
         with unit.gathering:

@@ -221,7 +221,6 @@ class Forward(Phase):
         """
         engine = self._engine
         everywhere = engine.ranks.gather_objects("all-gather a unit out of order", wanted)
-        # The same on all ranks.
         chosen: int | None = min((unit for unit in everywhere if unit is not None), default=None)
         if chosen is None:
             return None
@@ -264,7 +263,7 @@ class Forward(Phase):
         refused: ShardingError | None = None  # raised last: the rest of the program comes first, for other ranks
         if error is None:
             try:
-                # Other units' uses ended with their layers.
+                # A streamed unit's use has ended with its layer.
                 for unit in map(engine.units.__getitem__, sorted({ROOT_UNIT, *self.graph.versions})):
                     if unit.is_bound or not unit.is_streamed:
                         unit.end_use()

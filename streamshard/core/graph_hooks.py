@@ -224,7 +224,7 @@ def _on_gradient(engine_of: Callable[[], Engine | None], index: int, place: int,
     if (engine := engine_of()) is None:
         return
     param = engine.units[index].params[place]
-    # Hardly more than once per backward: each gradient comes here, and costs host time.
+    # Once per backward, or before an error. The others cost host time only for this line.
     if not param.has_room or not engine.reductions.is_open or torch.is_grad_enabled():
         untraced(_accept_gradient, engine, param, view)
     engine.reductions.note(index)

@@ -181,7 +181,7 @@ class HostState:
         pairs = [
             (flat.gather.shard, flat.host_input)
             for flat in unit.flat_params
-            # The others' steps fill the slot.
+            # If all its parameters step late, the step itself fills the slot.
             if not stepped.issuperset(param for param in flat.params if param.local.numel)
         ]
         self.copy(StreamName.FETCH, pairs)

@@ -183,6 +183,9 @@ class Param:
 class FlatParam:
     """One flat parameter on this rank. Owns nothing: buffers are the ledger's.
 
+    By default `ranks`, `gather_ranks` and `reduce_ranks` are one `Communicator`, the unit's. They differ for experts,
+    and if state is cut over replicas.
+
     Args:
         plan: its kind, and where it lies.
         slot: the unit's weight slot.

@@ -8,8 +8,9 @@ rank that has used all parameters knows the answer, and does not wait for the ex
 If a parameter has a hook of the user (``register_post_accumulate_grad_hook``), its unit gives gradients to the
 parameters that this rank has used as soon as they are reduced: when the reduction after it has started. If hooks clear
 ``.grad``, as those that step an optimizer do, main grads of only two units have memory at once. Parameters that only
-other ranks have used follow at the end of the backward, as all do with slots for all units, state in host memory, and
-replicas. So hooks run in an order of this rank's own, and nothing in them may wait for other ranks.
+other ranks have used follow at the end of the backward, as all do with slots for all units, over sockets, with
+`keep_main_grads`, state in host memory, and replicas. So hooks run in an order of this rank's own, and nothing in them
+may wait for other ranks.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class Reductions:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
         self.made.add(unit)
         if self._stream is None:
-            self._gather_ranks.transport.progress()  # adds up what all ranks have written: no rank waits for it then
+            self._gather_ranks.transport.progress()  # with shared memory: adds up what all ranks have written
         elif self._stream != (stream := self.ranks.streams.device_stream(StreamName.COMPUTE)):
             # Of a layer on a stream of its own, as shared experts: the backward's waits for it only at the end.
             self._others.setdefault(unit, set()).add(stream)
@@ -359,8 +360,8 @@ class UsedParams:
         flags += counted, 255 - counted, follows_step, not follows_step
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
-                # The last exchange, also of other ranks, has read the flags. Both have waited for it already, unless an
-                # error came between: on a device `_fetch_steps`, on the CPU `finish`.
+                # Every rank has read the flags of the last exchange. `_fetch_steps` (on a device) or `finish` (on CPUs)
+                # has waited for that, unless an error came between.
                 self._arrived[0].wait()
                 for readers in filter(None, self._readers):
                     readers.wait()

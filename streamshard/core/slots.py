@@ -1,8 +1,8 @@
 """The memory that units share, allocated once: weight slots, gradient slots, and the ledger that allocates them.
 
 A slot holds one full unit at a time: its weights, and in the same memory its gradients, once backward has left the
-weights. With slots for all units, gradients have slots of their own. See [Note: slots] in `streamshard.planning.memory`
-and [Note: ordering rules] in `streamshard.comm.streams`.
+weights. With slots for all units, and over sockets, gradients have slots of their own. See [Note: slots] in
+`streamshard.planning.memory` and [Note: ordering rules] in `streamshard.comm.streams`.
 """
 
 from __future__ import annotations

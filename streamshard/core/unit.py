@@ -70,10 +70,10 @@ class Home(Protocol):
 
 
 class Unit:
-    """The parameters of a repeated layer, of several small layers, or of the root unit. Owns no buffers.
+    """The parameters of a layer, of several small layers, of a large module, or of the root unit. Owns no buffers.
 
     A unit is *bound* while its modules hold unsharded parameters: while one of its layers runs, and in backward from
-    the first use of its weights until its reduction.
+    the first use of its weights until its reduction. The root unit is bound for a whole pass.
 
     Args:
         index: position in the engine's list of units; index 0 is the root unit.
@@ -147,7 +147,7 @@ class Unit:
                 if param.has_room:
                     self.grads.params.append(param)
         self._sharded = [param.sharded for param in self.params]
-        # So `FlatParam.make_unsharded` has made them.
+        # `FlatParam.make_unsharded` lets all but packed ones require a gradient.
         self._trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
             self.weight_slot.move(WeightState.ARRIVING, self.index)

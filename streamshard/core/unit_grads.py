@@ -277,7 +277,7 @@ class UnitGrads:
 
     @property
     def may_give_early(self) -> bool:
-        """Gradients may be given, and main grads dropped, before the end of the backward: the default settings."""
+        """Gradients may be given, and main grads dropped, before the end of the backward. Never over sockets."""
         return bool(self.trained) and self._dropping == self.trained and self.slot.weights is not None
 
     def give_early(self) -> list[nn.Parameter]:

@@ -240,7 +240,7 @@ class WholeParameterOptimizer(Optimizer):
         numbers = {inner.number for part in self._parts[1:] for inner in part}  # groups with parameters of this rank
         options = {number: options_of(self.param_groups[number]) for number in sorted(numbers)}
         shared = {key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)}
-        for their_options, theirs in reversed(  # The first rank that has some comes last, and counts.
+        for their_options, theirs in reversed(  # the first rank that has some comes last, and counts
             ranks.gather_objects("share options of parameter groups", (options, shared))
         ):
             for number, values in their_options.items():

@@ -101,7 +101,7 @@ def find_units(
     inside_layers = [module for layer in layers if layer not in resident_layers for module in _inside(layer, wanted)]
     root_unit = FoundUnit("", tuple(inside_layers), is_resident=True)
     found = [FoundUnit(names[layer], (layer,), layer in resident_layers) for layer in layers]
-    found = coalesce(_with_params(root, [root_unit, *found])[1:], min_numel)  # which asks for sizes
+    found = coalesce(_with_params(root, [root_unit, *found])[1:], min_numel)
     large = _find_large(root, layers, beside, min_numel) if units is None and layers else []
     found += [FoundUnit(names[module], (module,), is_resident=True) for module in beside]
     found += [FoundUnit(names[module], (module,), is_resident=True, may_join=True) for module in large]

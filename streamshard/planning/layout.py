@@ -110,7 +110,7 @@ class FlatParamLayout:
     @property
     def reaches_all_ranks(self) -> bool:
         """Whether each rank owns elements of parameters, not only padding."""
-        # Padding is at the end: if the last rank has elements, all ranks have.
+        # Padding is at the end, and gaps are shorter than a shard: if the last rank has elements, all ranks have.
         return any(self.local_range(param, self.world_size - 1).numel for param in self.params)
 
     @property
@@ -210,7 +210,7 @@ def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: 
         # What is kept in fp32 is sent in fp32 too: users have a reason, such as an overflow.
         return FlatParamKind(trains, fp32, fp32 if in_fp32 else wire, fp32, fp32, precision.fp32_reduction_mode)
     main = fp32 if trains else dtype
-    return FlatParamKind(trains, compute, wire, main, precision.slot_grad_dtype, precision.reduction_mode)
+    return FlatParamKind(trains, compute, wire, main, precision.sent_grad_dtype, precision.reduction_mode)
 
 
 class FlatParamPlan(NamedTuple):

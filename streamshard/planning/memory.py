@@ -68,7 +68,7 @@ from typing import NamedTuple
 from streamshard.config import GradSlots, SlotCount
 from streamshard.planning.layout import UnitLayout
 
-_WORTH_TURNS = 8  # a head of less than 1/8 of a block does not cost a further all-gather of a block
+_WORTH_TURNS = 8  # a head under 1/8 of a block is not worth one more all-gather of a block in each step
 
 
 class SlotPlan(NamedTuple):
@@ -79,7 +79,7 @@ class SlotPlan(NamedTuple):
         weights: by unit, its weight slot.
         grads: by unit, its grad slot.
         scratch: by unit, the scratch of its reductions.
-        is_one_slot: a unit's gradients take the weight slot of the unit, in which its weights are not needed any more.
+        grads_take_weight_slots: a unit's gradients take its weight slot, whose weights nobody needs any more.
         keeps_weights: every unit has a weight slot of its own, which also holds main weights that are sent as they are.
         keeps_grads: every unit has a grad slot of its own, where gradients may stay until the next backward.
         ends: the units at both ends of the model that take turns with the blocks, see [Note: ends].
@@ -90,7 +90,7 @@ class SlotPlan(NamedTuple):
     weights: tuple[int, ...]
     grads: tuple[int, ...]
     scratch: tuple[int, ...]
-    is_one_slot: bool
+    grads_take_weight_slots: bool
     keeps_weights: bool
     keeps_grads: bool
     ends: frozenset[int] = frozenset()
@@ -120,12 +120,12 @@ class SlotPlan(NamedTuple):
 
         streamed = tuple(each or unit in joined for unit, each in enumerate(self.is_streamed))
         plan = self._replace(is_streamed=streamed, weights=turns(self.weights), ends=joined)
-        grads = turns(self.grads) if self.is_one_slot else self.grads
+        grads = turns(self.grads) if self.grads_take_weight_slots else self.grads
         return plan._replace(grads=grads, weightless=joined.intersection(weightless))
 
 
 def plan_slots(
-    is_streamed: Sequence[bool], weight_slots: SlotCount, grad_slots: GradSlots, *, in_order: bool
+    is_streamed: Sequence[bool], weight_slots: SlotCount, grad_slots: GradSlots, *, is_serial: bool
 ) -> SlotPlan:
     """Assign slots to units.
 
@@ -133,21 +133,21 @@ def plan_slots(
         is_streamed: by unit; the others are resident.
         weight_slots: number of block slots, or "all": as many as there are blocks.
         grad_slots: "all": every unit has a grad slot of its own.
-        in_order: the ranks' collectives run one after the other, on a stream. Over sockets they run side by side: an
+        is_serial: the ranks' collectives run one after the other, on a stream. Over sockets they run side by side: an
             all-gather into a slot would wait for the reduction from it, so gradients have two slots of their own.
     """
     weights = _assign(is_streamed, weight_slots)
     keeps_weights, keeps_grads = weight_slots == "all", grad_slots == "all"
-    is_one_slot = in_order and not keeps_weights and not keeps_grads
-    grads = weights if is_one_slot else _assign(is_streamed, "all" if keeps_grads else 2)
-    if not is_one_slot and not keeps_grads:
+    grads_take_weight_slots = is_serial and not keeps_weights and not keeps_grads
+    grads = weights if grads_take_weight_slots else _assign(is_streamed, "all" if keeps_grads else 2)
+    if not grads_take_weight_slots and not keeps_grads:
         resident = [unit for unit, streamed in enumerate(is_streamed) if unit > 0 and not streamed]
         for unit in resident:
             grads[unit] = grads[resident[0]]
     # Two reductions run at a time at most. One scratch per unit would take a model / N.
-    scratch = [slot % (1 if in_order else 2) for slot in grads]
+    scratch = [slot % (1 if is_serial else 2) for slot in grads]
     slots = tuple(weights), tuple(grads), tuple(scratch)
-    return SlotPlan(tuple(is_streamed), *slots, is_one_slot, keeps_weights, keeps_grads)
+    return SlotPlan(tuple(is_streamed), *slots, grads_take_weight_slots, keeps_weights, keeps_grads)
 
 
 def _assign(is_streamed: Sequence[bool], count: SlotCount) -> list[int]:

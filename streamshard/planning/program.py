@@ -54,6 +54,7 @@ class Op(NamedTuple):
 def plan_steps(visits: Sequence[int], plan: SlotPlan, *, reduce: bool) -> list[list[Op]]:
     """Order the operations of one schedule, step by step.
 
+    Each all-gather is in the first step in which its slot is free, behind those of earlier visits (rule 2).
     A reduction from a weight slot comes before the all-gather into the slot. If gradients have slots of their own, the
     all-gather comes first, because compute waits for it.
 
@@ -77,9 +78,9 @@ def plan_steps(visits: Sequence[int], plan: SlotPlan, *, reduce: bool) -> list[l
         free_at[slot] = visit + 1
         steps[step].append(Op(unit))
     if reduce:
-        behind_last = dict(zip(visits, range(1, len(steps)), strict=True))  # later visits replace earlier ones
+        behind_last = dict(zip(visits, range(1, len(steps)), strict=True))
         for unit, step in behind_last.items():
-            steps[step].insert(0 if plan.is_one_slot else len(steps[step]), Op(unit, is_reduction=True))
+            steps[step].insert(0 if plan.grads_take_weight_slots else len(steps[step]), Op(unit, is_reduction=True))
     return steps
 
 
@@ -142,7 +143,7 @@ class Schedule:
         if visit is None:
             if not self.is_out_of_order(unit):
                 return []
-            ops = self.advance_to(self.following)  # the visit under way is over
+            ops = self.advance_to(self.following)
             self.log.append(unit)
         else:
             ops = self.advance_to(visit)

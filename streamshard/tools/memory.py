@@ -123,7 +123,7 @@ def summarise(engine: Engine, root: nn.Module) -> list[str]:
     lists = Counter(map(list_of, names))
     resident = ", ".join(dict.fromkeys(found if lists[found := list_of(name)] > 1 else name for name in names))
     size, precision = engine.ranks.world_size, engine.precision
-    dtypes = (precision.param_dtype, precision.slot_grad_dtype, precision.reduce_dtype)
+    dtypes = (precision.param_dtype, precision.sent_grad_dtype, precision.reduce_dtype)
     compute, gradients, sums = (str(dtype or "the parameters' own").removeprefix("torch.") for dtype in dtypes)
     numel = sum(unit.layout.numel for unit in engine.units)
     replicas, parts = engine.ranks.n_replicas, engine.ranks.n_parts

@@ -142,7 +142,7 @@ def _check_gathers(ranks: Communicator, dtype: torch.dtype) -> None:
 
 def _check_reductions(ranks: Communicator, *, sums: bool) -> None:
     for mode, precision in PRECISIONS.items():
-        for dtype in dict.fromkeys((precision.slot_grad_dtype, torch.bfloat16)):
+        for dtype in dict.fromkeys((precision.sent_grad_dtype, torch.bfloat16)):
             _check_reductions_of(dtype, ranks, mode, sums=sums)
 
 

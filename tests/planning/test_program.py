@@ -18,8 +18,10 @@ slots_lists = st.lists(st.integers(0, 3), min_size=UNITS, max_size=UNITS)
 streamed_lists = st.lists(st.booleans(), min_size=UNITS, max_size=UNITS)
 
 
-def plan_of(slots: Sequence[int], is_streamed: Sequence[bool] = (), *, is_one_slot: bool = True) -> SlotPlan:
-    return SlotPlan(tuple(is_streamed), tuple(slots), (), (), is_one_slot, False, False)
+def plan_of(
+    slots: Sequence[int], is_streamed: Sequence[bool] = (), *, grads_take_weight_slots: bool = True
+) -> SlotPlan:
+    return SlotPlan(tuple(is_streamed), tuple(slots), (), (), grads_take_weight_slots, False, False)
 
 
 # -- the plan -----------------------------------------------------------------------------------------------------
@@ -27,10 +29,10 @@ def plan_of(slots: Sequence[int], is_streamed: Sequence[bool] = (), *, is_one_sl
 
 @given(visits_lists, slots_lists, st.booleans())
 def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(
-    visits: list[int], slots: list[int], is_one_slot: bool
+    visits: list[int], slots: list[int], grads_take_weight_slots: bool
 ) -> None:
     """Gathers in order, once the slot's earlier visits are released (rule 2); reductions after last visits (rule 4)."""
-    steps = plan_steps(visits, plan_of(slots, is_one_slot=is_one_slot), reduce=True)
+    steps = plan_steps(visits, plan_of(slots, grads_take_weight_slots=grads_take_weight_slots), reduce=True)
     assert len(steps) == len(visits) + 1
     gathers = [(k, op.unit) for k, ops in enumerate(steps) for op in ops if not op.is_reduction]
     assert [unit for _, unit in gathers] == visits
@@ -43,7 +45,7 @@ def test_steps_have_every_operation_once_and_as_early_as_the_rules_allow(
     assert sum(op.is_reduction for ops in steps for op in ops) == len(set(visits))
     assert reductions == {unit: k + 1 for k, unit in enumerate(visits)}
     for ops in steps:
-        assert ops == sorted(ops, key=lambda op: op.is_reduction is not is_one_slot)
+        assert ops == sorted(ops, key=lambda op: op.is_reduction is not grads_take_weight_slots)
     gathers_only = [[op for op in ops if not op.is_reduction] for ops in steps]
     assert plan_steps(visits, plan_of(slots), reduce=False) == gathers_only
 
