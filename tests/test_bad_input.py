@@ -58,7 +58,7 @@ BAD_MODELS: dict[str, tuple[Callable[[int], Any], str]] = {
     "lazy": (lambda size: nn.Sequential(Layer(), nn.LazyLinear(1)), r"'1\.weight' of a lazy module.*run one forward"),
     "inside DDP": (lambda size: DistributedDataParallel(TinyLM()), "DistributedDataParallel.*leave it out"),
     "sharded already": (lambda size: StreamShard(TinyLM()), "already sharded"),
-    "a part of a sharded model": (lambda size: StreamShard(Stack()).layers[0], "already sharded"),
+    "a part of a sharded model": (lambda size: StreamShard(Stack()).layers[0], "already sharded, as a part of"),
     "around a sharded model": (
         lambda size: nn.Sequential(nn.Embedding(4, 4), StreamShard(TinyLM())),
         r"(?s)1.*already sharded.*shard only the module around it",

@@ -37,7 +37,7 @@ def _stack() -> nn.Module:
 
 
 def _optimizer(name: str, model: nn.Module, is_whole: bool = False) -> Any:
-    kind = getattr(torchao, name, _LikeBitsandbytes)
+    kind = _LikeBitsandbytes if name == "like bitsandbytes" else getattr(torchao, name)
     return WholeParameterOptimizer(model.parameters(), kind, lr=0.01) if is_whole else kind(model.parameters(), lr=0.01)
 
 

@@ -58,7 +58,7 @@ def test_a_kill_or_an_error_anywhere_loses_no_save(
         save_number(where, 4, keep=1)
         (name,) = names_in(tmp_path / str(number))
         assert re.match(r"checkpoint-4\b", name) and loaded_number(where) == 4
-    assert number >= 12
+    assert number >= (19 if at is at_operation else 12)
     assert outcomes == ({False} if act is kill else {False, True})
 
 
@@ -118,7 +118,7 @@ def test_no_name_of_a_numbered_file_is_used_again_and_files_of_others_stay(
         assert standard == (numbered if number == 0 else set())
         assert all(name.endswith(".safetensors") for name in numbered)
         seen |= numbered
-        for name in users:  # they look alike
+        for name in users if number == 0 else ():  # they look alike
             (tmp_path / name).write_text("mine")
     assert users < set(names_in(tmp_path))
 

@@ -34,7 +34,7 @@ def test_a_prepared_model_trains_as_under_ddp(context: RankContext) -> None:
     With state in host memory accelerate clips, and its scheduler changes options, of a step that is late.
     """
     on_cpu = context.device.type == "cpu"
-    for clip in ("value", "norm"):
+    for clip in ("value", "norm"):  # the last is compared with offload, too
         with launched(context):
             theirs = Trained(stock, steps=4, clip=clip)
         with launched(context):

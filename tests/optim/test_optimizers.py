@@ -175,7 +175,6 @@ class _Foreign(Optimizer):
                 loss = closure()
         params = [param for group in self.param_groups for param in group["params"]]
         self.seen = [param.grad for param in params]
-        self.kinds = {type(param.grad) for param in params if param.grad is not None}
         self.update([param for param in params if param.grad is not None])
         return loss
 

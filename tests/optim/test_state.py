@@ -82,6 +82,51 @@ def _odd(model: nn.Module) -> Any:
     return whole(model, model.parameters(), Odd, lr=0.02)
 
 
+@torch.compile(backend="eager", fullgraph=True, dynamic=False)
+def _stacked_step(params: torch.Tensor, grads: torch.Tensor, buffer: torch.Tensor, lr: float) -> None:
+    """Each matrix of [K, rows, columns] by its own norm."""
+    buffer.mul_(0.9).add_(grads)
+    params.sub_(lr * buffer / buffer.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-6))
+
+
+class Stacked(torch.optim.Optimizer):
+    """Steps a group's matrices together, compiled, and keeps their momentum with the first, as nanochat's MuonAdamW.
+
+    Its constructor accepts no further option, as SingleDeviceMuonWithAuxAdam's.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        if any(set(group) != {"params", "kind", "lr"} for group in groups):
+            raise ValueError(f"{groups}: wanted params, kind and lr")
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if group["kind"] == "plain":
+                for param in params:
+                    param.sub_(param.grad, alpha=group["lr"])
+            elif params:
+                state, grads = self.state[params[0]], torch.stack([param.grad for param in params])
+                state.setdefault("buffer", torch.zeros_like(grads))
+                stack = torch.stack(params)
+                _stacked_step(stack, grads, state["buffer"], group["lr"])
+                torch._foreach_copy_(params, list(stack.unbind()))
+
+
+def _stacked(model: nn.Module) -> Any:
+    by_shape: dict[Any, list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        by_shape.setdefault(param.shape if param.ndim == 2 and "unused" not in name else None, []).append(param)
+    kinds = {shape: {"kind": "plain" if shape is None else "stacked", "lr": 0.02} for shape in by_shape}
+    groups = [{"params": params, **kinds[shape]} for shape, params in by_shape.items()]
+    optimizer = whole(model, groups, Stacked)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
 BUILD: dict[str, Callable[[nn.Module], Any]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),  # has no state
     "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01, eps=1e-3),  # before its first step
@@ -93,12 +138,14 @@ BUILD: dict[str, Callable[[nn.Module], Any]] = {
     "adafactor": _adafactor,
     "odd": _odd,
     "muon and adamw": _muon_and_adamw,
+    "stacked": _stacked,
 }
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("name", "loads_itself"), [("Adagrad", True), ("fused AdamW", True), ("adafactor", True), ("odd", False)]
+    ("name", "loads_itself"),
+    [("Adagrad", True), ("fused AdamW", True), ("adafactor", True), ("odd", False), ("stacked", False)],
 )
 def test_the_full_state_is_plain_pytorchs_and_goes_both_ways(
     context: RankContext, name: str, loads_itself: bool
@@ -137,13 +184,13 @@ def test_the_full_state_is_plain_pytorchs_and_goes_both_ways(
 
 
 @on_ranks(2)
-def test_the_state_of_zero_redundancy_optimizer_is_loaded(context: RankContext) -> None:
-    """As it loads full state, which is plain PyTorch's. With steps before and after."""
+def test_zero_redundancy_optimizer_and_streamshard_read_each_others_state(context: RankContext) -> None:
+    """Both ways, on the same weights, with steps before and after."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     kind, settings = OPTIMIZERS["AdamW"]
-    ddp = DistributedDataParallel(built())
-    zero = ZeroRedundancyOptimizer(ddp.parameters(), kind, **settings)
+    ddp, again = (DistributedDataParallel(built()) for _ in range(2))
+    zero, other = (ZeroRedundancyOptimizer(each.parameters(), kind, **settings) for each in (ddp, again))
     train_stack(ddp, zero)
     zero.consolidate_state_dict(to=0)
     model = sharded_model()
@@ -153,6 +200,12 @@ def test_the_state_of_zero_redundancy_optimizer_is_loaded(context: RankContext) 
     train_stack(model, optimizer, first=3)
     train_stack(ddp, zero, first=3)
     assert_same(full_weights(model), dict(ddp.module.state_dict()), "weights", NEAR)
+
+    again.module.load_state_dict(full_weights(model))
+    other.load_state_dict(full_optimizer_state_dict(model, optimizer, rank0_only=False))
+    train_stack(again, other, first=6)
+    train_stack(model, optimizer, first=6)
+    assert_same(full_weights(model), dict(again.module.state_dict()), "weights", NEAR)
 
 
 @on_ranks(2)

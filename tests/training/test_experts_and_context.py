@@ -206,7 +206,7 @@ def test_the_example_of_context_parallelism_trains_what_one_process_trains(conte
 
 @on_ranks(4)
 def test_a_mesh_without_the_ranks_that_share_a_sequence_is_warned_of(context: RankContext) -> None:
-    """By the first rank. The mesh that the warning names raises no warning: all other tests use it."""
+    """By the first rank. The mesh that the warning names raises no warning: the example above uses it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     warning = pytest.warns(UserWarning, match=r"leaves out ranks along 'cp': ranks \[0, 1\] .*'cp'\]\._flatten\(")
     with warning if context.rank == 0 else contextlib.nullcontext():

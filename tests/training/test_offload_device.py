@@ -165,7 +165,7 @@ def test_lists_of_gradients_may_lie_on_both_sides(context: RankContext) -> None:
         compare(context, _lists, offload={**OFFLOAD, "device_budget": budget})
 
 
-# -- recipes of docs/guide/host_memory.md: activations in host memory, checkpoints in both directions -----------------
+# -- recipes of docs/guide/big_models.md: activations in host memory, checkpoints in both directions -----------------
 
 STEPS = 3
 
