@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard.comm.communicator import Communicator
+from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
@@ -309,3 +310,14 @@ def test_abandoned_messages_do_not_block_others(context: RankContext) -> None:
         store.wait(["nobody waits"])
         _wait(transport, transport.start_gather(Gather(shard, slot, 0)))
     dist.barrier()
+
+
+def test_over_sockets_a_rank_receives_before_it_sends() -> None:
+    """gloo tells a peer that it may send behind the bytes of an earlier send: a link's directions would take turns."""
+    transport: Any = object.__new__(PairwiseTransport)
+    transport.rank, transport.world_size = 1, 3
+    chunks = [torch.ones(2), torch.ones(2)]
+    with mock.patch.object(PairwiseTransport, "group", group := mock.Mock()):
+        transport._swap(chunks, chunks, 0)
+    calls = [(name, arguments[1]) for name, arguments, _ in group.method_calls]
+    assert calls == [("recv", 0), ("send", 0), ("recv", 2), ("send", 2)]
