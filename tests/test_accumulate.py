@@ -188,14 +188,14 @@ def _accumulate(model: Any, micro_batches: Any, loss_of: Callable[..., Tensor] =
 
 
 def _trained(
-    context: RankContext, way: _Way, run_step: Any, watched: Any = contextlib.nullcontext
+    context: RankContext, way: _Way, run_step: Any, steps: int = 4, watched: Any = contextlib.nullcontext
 ) -> tuple[list[Any], dict[str, Tensor], int]:
     """Train inside ``watched(model)``: losses, gradients and buffers, and how many all-gathers the last step had."""
     torch.manual_seed(0)
     model: Any = StreamShard(way.make(), **way.settings)
     optimizer, losses, grads, gathers = sgd(model), [], {}, 0
     with watched(model):
-        for step in range(4):
+        for step in range(steps):
             mine = [(step, context.world_size * number + context.rank) for number in range(4)]
             with way.around(), heard_collectives(engine_inside(model)) as heard:
                 losses.append([loss.item() for loss in run_step(model, mine)])
@@ -248,12 +248,11 @@ def test_each_layer_is_gathered_twice_and_reduced_once(context: RankContext) -> 
             assert gathered == [*range(8), *range(5, 0, -1)]
 
 
-def _model_after(steps: int = 1, make: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
+def _model_after(make: Callable[[], nn.Module] = Stack, **settings: Any) -> Any:
     """A model whose order of layers is known, without gradients."""
     torch.manual_seed(0)
     model: Any = StreamShard(make(), **settings)
-    for step in range(4):
-        _loop(model, [(step, 0), (step, 1)])
+    _loop(model, [(0, 0), (0, 1)])
     model.zero_grad()
     return model
 
