@@ -140,6 +140,22 @@ class Trained:
             self.optimizer.zero_grad()
         self.losses.append(float(accelerator.gather_for_metrics(loss.detach()[None]).mean()))
 
+    def accumulate(self, micro_batches: list[Any]) -> None:
+        """A step of at most four micro-batches, layer by layer."""
+
+        def loss_of(model: Any, micro_batch: Any) -> torch.Tensor:
+            x, y = micro_batch
+            losses.append((model(x) - y).square().mean())
+            return self.accelerator.scaler.scale(losses[-1] / 4) if self.accelerator.scaler else losses[-1] / 4
+
+        losses: list[torch.Tensor] = []
+        self.model.accumulate(micro_batches, loss_of)
+        self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.losses += (float(self.accelerator.gather(loss.detach()[None]).mean()) for loss in losses)
+
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.accelerator.get_state_dict(self.model).items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import warnings
 import weakref
@@ -48,6 +49,24 @@ def test_a_prepared_model_trains_as_under_ddp(context: RankContext) -> None:
         ours = Trained(StreamShardAccelerator, steps=4, offload="state")
         assert engine_inside(ours.model).host is not None
         same(ours, theirs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mixed_precision", ["no", "fp16"])
+def test_accumulate_takes_the_steps_of_accelerates_loop(context: RankContext, mixed_precision: str) -> None:
+    """Each epoch has five micro-batches on a rank: its last step has one."""
+    with launched(context):
+        make = stock if mixed_precision == "no" else StreamShardAccelerator  # DDP scales no loss on CPUs
+        settings = {"gradient_accumulation_steps": 4, "mixed_precision": mixed_precision}
+        theirs = Trained(make, steps=10, data=loader(samples=40), **settings)
+    with launched(context):
+        ours = Trained(StreamShardAccelerator, data=loader(samples=40), mixed_precision=mixed_precision)
+        for _ in range(2):
+            batches = iter(ours.data)
+            while micro_batches := list(itertools.islice(batches, 4)):
+                ours.accumulate(micro_batches)
+        ours.final = ours.weights()
+    same(ours, theirs)
 
 
 @on_ranks(2)
