@@ -290,6 +290,10 @@ def _failing(where: str, number: int) -> Callable[[Any, tuple[int, int]], Tensor
 @pytest.mark.parametrize(("world_size", "resident"), [(1, []), (2, []), (2, ["layers.1", "layers.3"])])
 def test_an_exception_discards_the_steps_gradients(context: RankContext, resident: list[str]) -> None:
     """In any micro-batch and any place, on each rank another one. The next step is as if this one had not been."""
+    model: Any = StreamShard(Stack(), resident=resident)
+    with pytest.raises(Trouble):  # in a first step, which is a loop
+        model.accumulate([(1, each) for each in range(4)], _failing("behind", 2))
+    assert not any(param.grad is not None for param in model.parameters())
     model = _model_after(resident=resident)
     for where in FAILURES:
         for number in (0, 2, 1 + 2 * context.rank) if where in ("behind", "backward") else (0, 2):
