@@ -472,6 +472,27 @@ def test_models_that_accumulation_cannot_run_are_refused(context: RankContext, n
     assert all(param.grad is not None for name, param in model.named_parameters() if "layers" in name)
 
 
+@on_ranks(1, 2)
+def test_a_loss_through_another_model_trains_one(context: RankContext) -> None:
+    """As a generator's through its discriminator."""
+    model, other = _model_after(), _model_after()
+    batches = [(1, context.rank), (1, 2 + context.rank)]
+
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        x = vector_batch(*micro_batch)
+        return other(x + model(x)).sum()
+
+    with pytest.raises(ShardingError, match="trains 'head.* of another sharded model too.*requires_grad_.False"):
+        model.accumulate(batches, loss_of)
+    other.requires_grad_(False)
+    model.accumulate(batches, loss_of)
+    found = full_grads(model)
+    model.zero_grad()
+    other.requires_grad_(True)
+    _loop(model, batches, loss_of)
+    assert_same(found, full_grads(model), "gradients", EXACT if context.world_size == 1 else NEAR)
+
+
 @on_ranks(2)
 def test_a_process_in_which_accumulation_cannot_run_is_refused(context: RankContext) -> None:
     """Without greenlet, inside Join, with hooks of parameters or DTensors. The loop, which messages name, trains."""
