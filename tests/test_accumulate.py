@@ -290,6 +290,10 @@ def _failing(where: str, number: int) -> Callable[[Any, tuple[int, int]], Tensor
 @pytest.mark.parametrize(("world_size", "resident"), [(1, []), (2, []), (2, ["layers.1", "layers.3"])])
 def test_an_exception_discards_the_steps_gradients(context: RankContext, resident: list[str]) -> None:
     """In any micro-batch and any place, on each rank another one. The next step is as if this one had not been."""
+    model: Any = StreamShard(Stack(), resident=resident)
+    with pytest.raises(Trouble):  # in a first step, which is a loop
+        model.accumulate([(1, each) for each in range(4)], _failing("behind", 2))
+    assert not any(param.grad is not None for param in model.parameters())
     model = _model_after(resident=resident)
     for where in FAILURES:
         for number in (0, 2, 1 + 2 * context.rank) if where in ("behind", "backward") else (0, 2):
@@ -468,6 +472,27 @@ def test_models_that_accumulation_cannot_run_are_refused(context: RankContext, n
     assert all(param.grad is not None for name, param in model.named_parameters() if "layers" in name)
 
 
+@on_ranks(1, 2)
+def test_a_loss_through_another_model_trains_one(context: RankContext) -> None:
+    """As a generator's through its discriminator."""
+    model, other = _model_after(), _model_after()
+    batches = [(1, context.rank), (1, 2 + context.rank)]
+
+    def loss_of(model: Any, micro_batch: tuple[int, int]) -> Tensor:
+        x = vector_batch(*micro_batch)
+        return other(x + model(x)).sum()
+
+    with pytest.raises(ShardingError, match="trains 'head.* of another sharded model too.*requires_grad_.False"):
+        model.accumulate(batches, loss_of)
+    other.requires_grad_(False)
+    model.accumulate(batches, loss_of)
+    found = full_grads(model)
+    model.zero_grad()
+    other.requires_grad_(True)
+    _loop(model, batches, loss_of)
+    assert_same(found, full_grads(model), "gradients", EXACT if context.world_size == 1 else NEAR)
+
+
 @on_ranks(2)
 def test_a_process_in_which_accumulation_cannot_run_is_refused(context: RankContext) -> None:
     """Without greenlet, inside Join, with hooks of parameters or DTensors. The loop, which messages name, trains."""
@@ -509,9 +534,10 @@ def test_losses_and_micro_batches_that_accumulation_cannot_run_are_refused(conte
 @on_ranks(2)
 def test_different_numbers_of_micro_batches_are_refused(context: RankContext) -> None:
     model = _model_after()
-    with pytest.raises(RankMismatchError, match="got 3 micro-batches on one rank and 2 on another"):
-        _accumulate(model, [(1, number) for number in range(2 + context.rank)])
-    model.zero_grad()
+    for fewest in (1, 2):  # a single one runs as a loop
+        with pytest.raises(RankMismatchError, match=f"got {fewest + 1} micro-batches on one rank and {fewest} on"):
+            _accumulate(model, [(1, number) for number in range(fewest + context.rank)])
+        model.zero_grad()
     _assert_next_step_is_that_of_a_loop(context, model)
 
 

@@ -29,7 +29,7 @@ from streamshard.errors import ConfigError, log
 from streamshard.forms import successor
 from streamshard.planning.structure import modules_inside, replacing
 
-_OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
+OPTIONS = tuple(inspect.signature(StreamShard.__init__).parameters)[2:]  # behind self and module
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LAUNCH = "accelerate launch --multi_gpu --num_machines 1 --num_processes N script.py (on CPUs too), or torchrun"
 
@@ -56,7 +56,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         if "LOCAL_RANK" in os.environ and accelerator_kind() in (None, "cpu"):
             kwargs.setdefault("cpu", True)  # else accelerate trains each process by itself
         parallelism = kwargs.pop("parallelism_config", None)  # accelerate takes it on GPUs, and with FSDP2 only

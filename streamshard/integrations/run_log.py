@@ -118,7 +118,16 @@ class RunLog:
 
         Returns:
             On all ranks, at the end of an interval: what `write` returns. Otherwise None.
+
+        Raises:
+            ConfigError: `loss` is something else.
         """
+        if loss is not None and (not isinstance(loss, torch.Tensor) or loss.numel() != 1):
+            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(
+                f"RunLog.step: loss is {what}: wanted a tensor with one element. Of model.accumulate's losses give "
+                "sum(losses), and of a loss the tensor itself, not loss.item(), for which the host waits"
+            )
         self._number += 1
         self._steps += 1
         self._tokens += tokens

@@ -34,10 +34,11 @@ from streamshard.checkpoint.export import export_safetensors, load_safetensors
 from streamshard.checkpoint.optimizer_state import full_optimizer_state_dict, load_optimizer_state_dict
 from streamshard.checkpoint.stop_on_signal import StopOnSignal
 from streamshard.comm.ranks import run_on_all_ranks, run_on_first
+from streamshard.config import refuse_unknown
 from streamshard.core.module_state import engine_of, handle_of
 from streamshard.core.optimizer_kinds import is_elementwise_class
 from streamshard.errors import ConfigError
-from streamshard.integrations.accelerate import StreamShardAccelerator
+from streamshard.integrations.accelerate import OPTIONS, StreamShardAccelerator
 from streamshard.integrations.peft import has_adapters, plain_classes, save_on_first
 from streamshard.integrations.run_log import RunLog
 from streamshard.optim.whole import WholeParameterOptimizer
@@ -74,10 +75,16 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     streamshard: Mapping[str, Any] | None = None  # options of classes that are made for them
 
     def __init__(self, *args: Any, streamshard: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self._sharding_options = dict(streamshard or self.streamshard or {})
-        self._accumulates = self._sharding_options.pop("accumulate", False)
+        options = self._sharding_options = dict(streamshard or self.streamshard or {})
+        names = "flops_per_s", "flops_per_token"
+        refuse_unknown(options, (*OPTIONS, "accumulate", *names), "option of streamshard=")
+        self._accumulates = options.pop("accumulate", False)
+        if not isinstance(self._accumulates, bool):  # else a number that counts for nothing
+            raise ConfigError(
+                f"streamshard={{'accumulate': {self._accumulates!r}}}: wanted True or False. How many micro-batches a "
+                "step has, gradient_accumulation_steps= says"
+            )
         self._waiting: list[Any] = []  # inputs of the step's earlier micro-batches
-        options, names = self._sharding_options, ("flops_per_s", "flops_per_token")
         self._rates = {name: options.pop(name) for name in names if name in options}
         self._run_log: RunLog | None = None  # made in the first step
         self._tokens = self._steps = 0  # of the step under way; steps that `_run_log` has counted

@@ -46,10 +46,14 @@ def accumulate(
             engine.sums = Sums(engine)
         return LayerMajorStep(engine, engine.sums, Attributes(model), losses).run()
     made = []
-    for loss_of_one in losses:
-        loss = loss_of_one()
-        loss.backward()
-        made.append(loss.detach())
+    try:
+        for loss_of_one in losses:
+            loss = loss_of_one()
+            loss.backward()
+            made.append(loss.detach())
+    except BaseException:
+        torch.nn.Module.zero_grad(model)  # as in later steps
+        raise
     return made
 
 

@@ -319,13 +319,15 @@ class MicroBatch:
         """Keep the gradient of a leaf, unless the leaf is the user's own.
 
         Raises:
-            ShardingError: there is no memory for the gradient of its parameter.
+            ShardingError: there is no memory for the gradient of its parameter, or it is another model's.
         """
         guard, number = weight_at(node)
         if guard is None:
             if grad is not None:
                 _add_to_own(node.variable, grad)
             return
+        if guard not in self._units:
+            refuse_other(guard.names[number])
         param = self._units[guard].params[number]
         if param.lookups:
             self._lookups.setdefault(param, []).extend(param.lookups)
@@ -406,6 +408,15 @@ def refuse_shared() -> NoReturn:
         "of a forward outside of it, in an attribute of a module or in a global list (an auxiliary loss, say), where "
         "forwards that take turns overwrite them: return them from the layers instead, or loop over micro-batches with "
         "loss.backward()"
+    )
+
+
+def refuse_other(name: str) -> NoReturn:
+    """Raise, because the loss trains the weight `name` of another model, which reduces in the order of a backward."""
+    raise ShardingError(
+        f"accumulate: the loss trains {name!r} of another sharded model too. If only this model is to train, as a "
+        "GAN's generator is, call other.requires_grad_(False) before and other.requires_grad_(True) after. Else loop "
+        "over micro-batches with loss.backward()"
     )
 
 

@@ -100,6 +100,9 @@ def test_mistakes_are_told_on_all_ranks(context: RankContext, tmp_path: Path) ->
         with pytest.raises(ConfigError, match=message):
             RunLog(model, **given)
     assert text.read_text() == "of the user"
+    for loss, said in ((3.0, "is float"), ([torch.ones(())], r"is list.*sum\(losses\)"), (torch.ones(2), "2,")):
+        with pytest.raises(ConfigError, match=said):
+            RunLog(model, path=tmp_path / "log.jsonl").step(1, loss)
 
 
 def test_rates_are_those_of_whole_devices() -> None:

@@ -338,6 +338,8 @@ def test_training_arguments_that_contradict_sharding_are_refused(context: RankCo
         ({"given": {"optimizer_cls_and_kwargs": lbfgs}}, "torch.optim.lbfgs.LBFGS, tried .*without a closure"),
         ({"arguments_class": with_deepspeed}, "deepspeed='zero3.json' .* leave it out"),
         ({"save_on_each_node": True}, "storage that they share"),
+        ({"given": {"streamshard": {"acumulate": True}}}, "no option of streamshard=.* Did you mean 'accumulate'"),
+        ({"given": {"streamshard": {"accumulate": 4}}}, "'accumulate': 4}: wanted True.*gradient_accumulation_steps="),
     )
     for arguments, message in refused:
         with case(arguments), launched(context), pytest.raises(ConfigError, match=message):
