@@ -159,11 +159,15 @@ def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkey
 
 def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
     assert parse_location("directory", f"file://{tmp_path}") == tmp_path
-    assert parse_location("directory", "s3://bucket/run/") == Url("s3://bucket/run")
+    assert parse_location("directory", "s3://bucket//a///run//") == Url("s3://bucket/a/run")
     assert parse_location("directory", "memory://") == Url("memory://")
     assert parse_location("directory", Url("s3://bucket/run")) == Url("s3://bucket/run")
     with pytest.raises(ConfigError, match="pathlib takes one slash of a URL away"):
         parse_location("directory", Path("s3://bucket/run"))
+    for name in ("a*", "a?", "a[1]", "a#1"):
+        assert parse_location("directory", f"file://{tmp_path}/{name}") == tmp_path / name
+        with pytest.raises(ConfigError, match=r"directory='s3://bucket/a.*as patterns or versions: rename it"):
+            parse_location("directory", f"s3://bucket/{name}")
     with pytest.raises(ConfigError, match="wanted a path of this machine"):
         parse_path("path", "s3://bucket/run")
 
