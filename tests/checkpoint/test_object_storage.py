@@ -124,6 +124,18 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> 
     assert others < {*storage_of(kept).names()} and not storage_of(kept).leftovers()
 
 
+def test_deleting_asks_for_no_file_by_itself(kept: Url) -> None:
+    """A checkpoint of many ranks has many files. Directories in it, which are not ours, go too."""
+    path = save_number(kept, 1)
+    with at_operation(-1, kill) as done:
+        storage_of(kept).delete(path.name)
+    assert not storage_of(path).names() and not any(each.startswith("list") and FILE in each for each in done)
+    path = save_number(kept, 2)
+    ObjectStore(path / "a" / "b").put("notes", b"")
+    storage_of(kept).delete(path.name)
+    assert not storage_of(kept).names()
+
+
 def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
     for what, name in (("gone", FILE), ("changed", FILE), ("gone", MANIFEST_NAME), ("changed", MANIFEST_NAME)):
         root = kept / f"{what} {name}"
