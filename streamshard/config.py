@@ -316,17 +316,21 @@ _URL = re.compile(r"(?!(?:file|local)://)[A-Za-z][A-Za-z0-9+.:-]+:/(/?).*")
 
 
 def parse_url(name: str, path: object) -> str | None:
-    """The URL that `path` is, without slashes at its end; None if it is a path of this machine, or no text.
+    """The URL that `path` is, without needless slashes; None if it is a path of this machine, or no text.
 
     Raises:
-        ConfigError: `path` is a pathlib.Path made of a URL, which has lost a slash.
+        ConfigError: `path` is a pathlib.Path made of a URL, which has lost a slash, or fsspec would read another path.
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or (match := _URL.fullmatch(text)) is None:
         return None
     if not match[1] and isinstance(path, os.PathLike):
         raise ConfigError(f"{name}={path!r}: pathlib takes one slash of a URL away. Give it as text")
-    return re.sub("(?<=[^:/])/+$", "", text) if match[1] else None
+    if not match[1]:
+        return None
+    if set("*?[#") & set(text):  # packages delete what a pattern matches, and gcsfs takes "#1" for a version
+        raise ConfigError(f"{name}={path!r}: fsspec reads *, ?, [ and # in URLs as patterns or versions: rename it")
+    return re.sub("(?<=[^:/])/+(?=/|$)", "", text)
 
 
 def parse_path(name: str, path: object, call: str = "") -> Path:

@@ -161,7 +161,8 @@ class ObjectStore(Storage):
         with contextlib.suppress(FileNotFoundError), self._raising_os_errors(name) as path:
             entries = self._inside(name)._entries()
             if others := [f"{path}/{each}" for each in entries if each not in (BEGUN, SWEPT)]:
-                self._fs.rm(others, recursive=True)
+                # Only if there are directories: the packages look for objects below each name, one after another.
+                self._fs.rm(others, recursive=-1 in entries.values())
             for mark in filter(entries.__contains__, (BEGUN, SWEPT)):  # last: see [Note: object storage]
                 self._inside(name).unlink(mark)
             self._fs.invalidate_cache(path)

@@ -79,7 +79,9 @@ class Kept(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
 
     def rm(self, path: str | list[str], recursive: bool = False, maxdepth: int | None = None) -> None:
         for each in [path] if isinstance(path, str) else reversed(path):
-            for found in [each] if os.path.isfile(each) else reversed(_objects_in(each)):
+            if recursive:  # as s3fs does, also for an object
+                Kept.watch("list", each, lambda: None)
+            for found in [each] if os.path.isfile(each) else reversed(_objects_in(each) if recursive else []):
                 self.rm_file(found)
 
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **_: Any) -> Any:

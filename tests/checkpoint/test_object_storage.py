@@ -124,6 +124,18 @@ def test_saves_are_found_numbered_and_deleted_as_on_a_file_system(kept: Url) -> 
     assert others < {*storage_of(kept).names()} and not storage_of(kept).leftovers()
 
 
+def test_deleting_asks_for_no_file_by_itself(kept: Url) -> None:
+    """A checkpoint of many ranks has many files. Directories in it, which are not ours, go too."""
+    path = save_number(kept, 1)
+    with at_operation(-1, kill) as done:
+        storage_of(kept).delete(path.name)
+    assert not storage_of(path).names() and not any(each.startswith("list") and FILE in each for each in done)
+    path = save_number(kept, 2)
+    ObjectStore(path / "a" / "b").put("notes", b"")
+    storage_of(kept).delete(path.name)
+    assert not storage_of(kept).names()
+
+
 def test_a_damaged_checkpoint_is_passed_over(kept: Url) -> None:
     for what, name in (("gone", FILE), ("changed", FILE), ("gone", MANIFEST_NAME), ("changed", MANIFEST_NAME)):
         root = kept / f"{what} {name}"
@@ -159,11 +171,15 @@ def test_an_upload_has_parts_and_one_that_fails_leaves_nothing(kept: Url, monkey
 
 def test_urls_and_paths_are_told_apart(tmp_path: Path) -> None:
     assert parse_location("directory", f"file://{tmp_path}") == tmp_path
-    assert parse_location("directory", "s3://bucket/run/") == Url("s3://bucket/run")
+    assert parse_location("directory", "s3://bucket//a///run//") == Url("s3://bucket/a/run")
     assert parse_location("directory", "memory://") == Url("memory://")
     assert parse_location("directory", Url("s3://bucket/run")) == Url("s3://bucket/run")
     with pytest.raises(ConfigError, match="pathlib takes one slash of a URL away"):
         parse_location("directory", Path("s3://bucket/run"))
+    for name in ("a*", "a?", "a[1]", "a#1"):
+        assert parse_location("directory", f"file://{tmp_path}/{name}") == tmp_path / name
+        with pytest.raises(ConfigError, match=r"directory='s3://bucket/a.*as patterns or versions: rename it"):
+            parse_location("directory", f"s3://bucket/{name}")
     with pytest.raises(ConfigError, match="wanted a path of this machine"):
         parse_path("path", "s3://bucket/run")
 
