@@ -24,7 +24,7 @@ from streamshard.core.slots import GradSlot, Ledger, WeightSlot
 from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_parameter import be_piece, drop_unreduced, exchange
+from streamshard.guards.sharded_parameter import be_piece, exchange
 from streamshard.guards.sharded_tensor import Life, ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import FlatParamPlan, ParamLayout
@@ -123,7 +123,6 @@ class Param:
         self.is_kept = True
         if not (is_same := self.is_given(grad)):
             self._adopt(grad)
-        drop_unreduced(self.sharded)
         set_grad(self.sharded, None)
         return is_same
 
@@ -397,7 +396,6 @@ class FlatParam:
         counts = ranks.counts_parts if form.box else ranks.counts_copies
         piece = Piece(*facts, trains=self.kind.trains, is_on_host=self.is_on_host, box=form.box, counts=counts)
         added = Param(piece, aliases, param)
-        param.grad = None
         _put_under(param, added.form, main_weights, is_ordinary=piece.is_ordinary)
         self.params.append(added)
         be_piece(param, piece)  # not before: the plain parameter that it makes takes the memory of now
