@@ -96,12 +96,8 @@ class Plan:
         count, of_all = self.accumulate, "" if self.accumulate is None else f" of {self.accumulate} micro-batches"
         lines += [
             f"\nsent by a rank in a step{of_all}" + ", activations aside" * (self.tp * self.ep > 1),
-            row("  all-gathers", (stage.all_gathers for stage in self.stages)),
-            row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
         ]
-        if self.replicas > 1:
-            lines.append(row(f"  {unit_name} to other replicas", (size(stage.outer_bytes) for stage in self.stages)))
         if count is not None:
             lines.append(row(f"  {unit_name} in a loop", (size(each.loop.sent_bytes(count)) for each in self.stages)))
         lines += [
