@@ -24,7 +24,7 @@ from streamshard.checkpoint.optimizer_state import owner_ranks, steps_here
 from streamshard.checkpoint.run_parts import RANDOM, Models, Optimizers, RunParts, class_name, facts_of, has_state
 from streamshard.checkpoint.safetensors_file import Copy, copy_ranges
 from streamshard.checkpoint.saving import finish_running
-from streamshard.checkpoint.storage import Location, parse_location
+from streamshard.checkpoint.storage import Location, parse_location, storage_of
 from streamshard.comm.ranks import run_on_all_ranks
 from streamshard.config import did_you_mean
 from streamshard.core.engine import Engine
@@ -91,6 +91,7 @@ def load_checkpoint(
     root = parse_location("directory", directory, "load_checkpoint(directory, model, optimizer)")
     parts = RunParts.of("load_checkpoint", model, optimizer, extra, accepts_empty=True)
     ranks = parts.engine.ranks
+    run_on_all_ranks(ranks, "load", lambda: storage_of(root), at=root)  # raises if a package is missing
     run_on_all_ranks(ranks, "load", finish_running, at=root)  # its checkpoint may be the newest
     files, passed_over = open_intact(root, ranks)
     path = files.root
