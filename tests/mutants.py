@@ -330,7 +330,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Forward.read", Swap(" or not self._schedule.is_last(unit.index)", ""), "ends:otherwise_later"),
         ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
         ("begin_forward", Drop("engine.phase.recover()"), "loops"),
-        ("Forward.finish", Drop("unit.guard.renew_marks()"), "absent_weights"),
+        ("Forward.finish", Drop("unit.guard.end_pass()"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
         (
             "Forward.finish",
@@ -342,8 +342,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/params": [
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
         ("Param.forget_grad", Drop("self.clear_main_grad()"), "invariants dial programs graphs"),
-        ("Param.give_grad", Drop("self.given.add_(own)"), "programs"),
-        ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
+        ("Param.adopt_grad", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
         ("Param.forget_grad", Drop("if in_slot:"), "invariants dial programs graphs"),
         (
             "FlatParam.add",
@@ -361,7 +360,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/loop": [("note_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "replicas:cross"),
-        ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "replicas:take_turns"),
+        ("OuterShards._take_turn", Drop("self._staging.reverse()"), "replicas:take_turns"),
         ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "replicas:every_way"),
         (
             "OuterShards.begin_reduction",
@@ -383,7 +382,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("before is not None and self.is_open", "before is not None"),
             "step_in_backward:collectives",
         ),
-        ("Reductions.complete", Drop("works += self._next[1].works"), "step_in_backward:units"),
+        ("Reductions.complete", Drop("works += self._gives_next[1].works"), "step_in_backward:units"),
         (
             "Reductions._give_early",
             Swap("(ranks.in_hook())", "(contextlib.nullcontext())"),
@@ -447,7 +446,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.write_early", Drop("if self.slot.weights is not None"), "tied"),
         ("UnitGrads._write_parts", Swap("param.in_slot if param.is_written_early else grad", "grad"), "tied"),
         ("UnitGrads._write_parts", Drop("param.is_written_early = False"), "tied"),
-        ("UnitGrads._take", Drop("if not param.is_kept:"), "invariants loops programs graphs"),
+        ("UnitGrads._take_back", Drop("if not param.is_kept:"), "invariants loops programs graphs"),
         ("UnitGrads._leave_slot", Swap("self._ranks.grad_divisor == 1.0 and", ""), "divide_factor:one_rank"),
         ("UnitGrads._leave_slot", Swap("all(", "any("), "experts_and_context:micro_batch"),
         ("UnitGrads.collect", Drop("self._leave_slot()"), "dial"),
@@ -463,6 +462,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.leave", Swap(" or (trains and not in_slot)", ""), "replicas"),
         ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "programs"),
         ("UnitGrads.resume", Drop("param.forget_grad("), "invariants"),
+        ("UnitGrads._give_to", Drop("param.given.add_(own)"), "programs"),
         ("UnitGrads.discard", Drop("with AsTensors():"), "invariants loops"),
         ("write_grads", Swap("if adds else", "if False else"), "programs loops"),
         ("write_lookups", Swap(" | (indices == padding)", ""), "lookups:models"),
@@ -482,12 +482,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/sharded_tensor": [
         ("_compute", Swap("(_norm, _foreach_norm, ", "("), "same_bits:torch"),
         ("_compute", Swap("_foreach_norm, _check_finite, ", "_foreach_norm, "), "wrappers:overflows"),
-        ("_partial", Swap("tensor.piece.counted(local)", "local"), "tensor_parallel:norms"),
+        ("_norm", Swap("tensor.piece.counted(norm)", "norm"), "tensor_parallel:norms"),
         ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],
     "guards/weights": [
-        ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "graphs"),
-        ("WeightGuard.mark_gone", Drop("self.set_present("), "absent_weights:kept_in_place"),
+        ("WeightGuard.set_present", Drop("set_versions("), "graphs"),
+        ("WeightGuard.mark_gone", Drop("self.set_classes("), "absent_weights:kept_in_place"),
         ("classes_of", Drop("entries[inner] = property"), "frozen"),
     ],
     "build": [
@@ -555,7 +555,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.copy", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("HostState.fetch", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
         ("HostState.begin_reduction", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
-        ("HostState.begin_reduction", Swap("1 - self._turn", "0"), "offload:never_waits"),
+        ("HostState.begin_reduction", Drop("self._staging.reverse()"), "offload:never_waits"),
         ("HostState.begin_reduction", Drop("self._step("), "offload_events:loop"),
         ("HostState.chunk", Drop("tensors.clear()"), "offload:never_waits"),
         ("HostState.chunk", Drop("self._chunks.reverse()"), "offload:never_waits"),
