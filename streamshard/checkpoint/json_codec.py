@@ -15,7 +15,8 @@ import numpy
 import torch
 
 from streamshard.errors import CheckpointError
-from streamshard.guards.sharded_tensor import is_piece, piece_of
+from streamshard.guards.global_ops import PartialNorm
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _KIND = "$"
@@ -99,7 +100,7 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
             path += "'"
         tensors[path] = value.detach()
         return {_KIND: "piece", "tensor": path, "of": piece.name}
-    if is_piece(value):
+    if isinstance(value, PartialNorm):
         raise CheckpointError(f"{path} is a norm of this rank's pieces: give float(value)")
     data = value.detach().as_subclass(torch.Tensor)
     # Without the device's number, which differs between ranks: their JSON is compared.
