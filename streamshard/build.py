@@ -52,12 +52,6 @@ from streamshard.planning.structure import (
     tie_on_meta,
 )
 
-_EXPERTS_STAY = 'offload="state": the model has DTensors of experts, whose state stays on the device'
-_REPLICAS_STAY = (
-    'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all ranks: '
-    "leave mesh away, or give a 1-D mesh"
-)
-
 
 class Checked(NamedTuple):
     """One rank's plan, before it meets the other ranks.
@@ -346,8 +340,9 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
     problem: ConfigError | None = None
     try:
         if has_host and not has_streams(device):
-            where = f"the model trains on {device}, whose memory is the host's"
-            raise ConfigError(f'offload="state": {where}: leave it out')
+            raise ConfigError(
+                f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it out'
+            )
         has = {"experts": who.experts is not None, "parts": who.tensor_parallel is not None}
         _refuse_combinations(settings, replicas=who.replicate is not None, **has)
         if settings.cuts_over_replicas and who.replicate is not None:
@@ -376,8 +371,11 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
 
 def _refuse_combinations(settings: Settings, *, replicas: bool, experts: bool, parts: bool) -> None:
     """Raise a `ConfigError` if state cannot lie where `settings` say, with replicas or DTensors (experts, or parts)."""
-    if settings.offload is not None and (experts or replicas):
-        raise ConfigError(_EXPERTS_STAY if experts else _REPLICAS_STAY)
+    if settings.offload is not None and experts:
+        raise ConfigError('offload="state": the model has DTensors of experts, whose state stays on the device')
+    if settings.offload is not None and replicas:
+        what = 'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device'
+        raise ConfigError(f"{what}. Shard over all ranks: leave mesh away, or give a 1-D mesh")
     if settings.shard_over_replicas and not replicas:
         what = "shard_over_replicas=True without replicas"
         raise ConfigError(f"{what}: give a 2-D mesh, replicate x shard (a plan: replicas=2), or leave it away")
@@ -449,6 +447,6 @@ def _place_buffers(module: nn.Module, device: torch.device) -> None:
             if buffer is not None:
                 if buffer not in placed:
                     value = math.nan if buffer.is_floating_point() else 0
-                    on_device = torch.full_like(buffer, value, device=device) if buffer.is_meta else buffer.to(device)
-                    placed[buffer] = on_device
+                    empty = buffer.is_meta
+                    placed[buffer] = torch.full_like(buffer, value, device=device) if empty else buffer.to(device)
                 owner._buffers[name] = placed[buffer]
