@@ -102,9 +102,8 @@ def _accept_model(
         **given: the user's other arguments, fields of `Settings`.
     """
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
-    who = groups_with_dtensors(
-        None if mesh is None else groups_of(mesh), module, functools.partial(_check_module, module)
-    )
+    check = functools.partial(_check_module, module)
+    who = groups_with_dtensors(None if mesh is None else groups_of(mesh), module, check)
     if isinstance(mesh, DeviceMesh) and who is not None:
         warn_of_shared_sequences(mesh, who)
     try:
@@ -193,12 +192,9 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
     host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
     mover.transport.check_precision(settings.precision)
-    outer = (
-        None
-        if outer_ranks is None
-        else OuterShards(layouts, outer_ranks, ledger, is_in_order=settings.precision.sums_in_rank_order)
-    )
-
+    outer = None
+    if outer_ranks is not None:
+        outer = OuterShards(layouts, outer_ranks, ledger, is_in_order=settings.precision.sums_in_rank_order)
     streamed = [not unit.is_resident for unit in found]
     plan = plan_slots(streamed, weight_slots, grad_slots, is_serial=mover.transport.is_serial)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
@@ -340,9 +336,8 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
     problem: ConfigError | None = None
     try:
         if has_host and not has_streams(device):
-            raise ConfigError(
-                f'offload="state": the model trains on {device}, whose memory is the host\'s: leave it out'
-            )
+            where = f"the model trains on {device}, whose memory is the host's"
+            raise ConfigError(f'offload="state": {where}: leave it out')
         has = {"experts": who.experts is not None, "parts": who.tensor_parallel is not None}
         _refuse_combinations(settings, replicas=who.replicate is not None, **has)
         if settings.cuts_over_replicas and who.replicate is not None:
@@ -422,10 +417,8 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str], parts: set[str]) ->
     Raises:
         RankMismatchError: rank 0 has no values where another rank has some.
     """
-    told = {
-        id(each): each for each in ranks.gather_objects("find empty parameters", on_meta)
-    }  # equal ones are one object
-    different = list(map(set, told.values()))
+    told = ranks.gather_objects("find empty parameters", on_meta)
+    different = [set(each) for each in {id(each): each for each in told}.values()]  # equal ones are one object
     firsts, everywhere = different[0], set.intersection(*different)
     if lost := parts.intersection(set.union(*different) - everywhere):
         raise RankMismatchError(
