@@ -15,7 +15,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, describe
-from streamshard.guards.sharded_parameter import give_life
+from streamshard.guards.sharded_parameter import ShardedParameter
 from streamshard.guards.sharded_tensor import Life
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import UnitLayout
@@ -108,7 +108,7 @@ class HostState:
             for flat in unit.flat_params:
                 for param in flat.params:
                     self._places[param.sharded] = weakref.ref(unit), flat, param
-                    give_life(param.sharded, self._life)
+                    cast(ShardedParameter, param.sharded).life = self._life
                     self.grads.add(param, next(norms) if flat.kind.trains else None)
 
     def __del__(self) -> None:
@@ -175,7 +175,7 @@ class HostState:
             unit.grads.slot.drained.wait(StreamName.FETCH)  # rule 2
         slot.arrived.wait(StreamName.FETCH)  # rule 1, of an all-gather that compute has not waited for
         self._stored[unit.index].wait()  # rule 8
-        stepped = self._late_params(unit.index)
+        stepped = {param for step in self._late for param in step.params_of(unit.index)}
         pairs = [
             (flat.gather.shard, flat.host_input)
             for flat in unit.flat_params
@@ -249,9 +249,6 @@ class HostState:
         self._written.record()
         self._is_busy = True
         self._late.append(step)
-
-    def _late_params(self, unit: int) -> set[Param]:
-        return {param for step in self._late for param in step.params_of(unit)}
 
     def _step(self, unit: int, *, fills_slot: bool) -> None:
         """Carry out the late steps of the unit with this index."""
