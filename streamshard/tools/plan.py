@@ -192,9 +192,6 @@ def plan(
         ConfigError: an argument cannot be used.
         ShardingError, UnitError: as from `StreamShard`.
     """
-    if "mesh" in given:
-        what = "mesh: a plan is of the ranks that share one replica of the model, world_size says how many"
-        raise ConfigError(f"{what}, and replicas how many replicas there are")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
     if world_size is None and budget is None:
         raise ConfigError("world_size=None: wanted the number of ranks, or a budget, for the fewest ranks that fit")

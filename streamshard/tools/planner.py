@@ -186,6 +186,9 @@ def planning(
     accumulate: int | None,
 ) -> Iterator[Planner]:
     """Inside, the planner that is yielded plans `model` for `ranks`. For arguments and errors see `plan`."""
+    if "mesh" in given:
+        what = "mesh: a plan is of the ranks that share one replica of the model, world_size says how many"
+        raise ConfigError(f"{what}, and replicas how many replicas there are")
     if not isinstance(ranks.replicas, int) or ranks.replicas < 1:
         raise ConfigError(f"replicas={ranks.replicas!r}: wanted a positive number")
     if accumulate is not None and accumulate < 2:
