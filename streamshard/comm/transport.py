@@ -246,8 +246,8 @@ class Exchange:
     """
 
     finish: Callable[[], None] | None
-    messages: Sequence[dist.Work] = ()
-    group: dist.ProcessGroup | None = None
+    messages: Sequence[dist.Work]
+    group: dist.ProcessGroup
 
     def __del__(self) -> None:
         self._abandon()
@@ -271,7 +271,7 @@ class Exchange:
         gloo cancels a receive when its work object is freed. The message would then block the connection between the
         two ranks for good.
         """
-        if self.messages and self.group is not None:
+        if self.messages:
             state_of(self.group).abandoned.extend(self.messages)
             self.messages = ()
 
