@@ -172,14 +172,10 @@ class Forward(Phase):
         Raises:
             ShardingError: other units need the slot. Without gradients too: a view of the weights may live on.
         """
-        if unit is self._engine.root_unit:
-            return
         if self._engine.ends is not None:
             self._engine.ends.use(unit, is_read=True, is_inside=self._running_beside(unit) is not None)
         if not unit.is_streamed:
             self._use_in_place(unit)
-        elif unit.is_bound:
-            pass
         elif self._running_beside(unit) is not None or not self._schedule.is_last(unit.index):
             if name:
                 refuse_read(name)

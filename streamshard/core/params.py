@@ -21,7 +21,6 @@ from torch.utils.dlpack import from_dlpack
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.transport import Gather, Reduction
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
-from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import be_piece, exchange
@@ -312,9 +311,7 @@ class FlatParam:
 
     @property
     def _ledger(self) -> Ledger:
-        if (ledger := self._ledger_of()) is None:
-            raise StateError("a flat parameter", "without its model", "a model that is alive")
-        return ledger
+        return cast(Ledger, self._ledger_of())  # it goes with its model, whose ledger this is
 
     def _new_main_grads(self) -> torch.Tensor:
         numel = self.layout.shard_numel
