@@ -95,9 +95,9 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
         raise CheckpointError(f"{path} is a {type(value).__name__} of layout {value.layout}: {advice}")
     if value.is_meta:
         raise CheckpointError(f"{path} is on the meta device: it has no values yet")
+    while path in tensors:  # keys may contain dots
+        path += "'"
     if (piece := piece_of(value)) is not None:
-        while path in tensors:
-            path += "'"
         tensors[path] = value.detach()
         return {_KIND: "piece", "tensor": path, "of": piece.name}
     if isinstance(value, PartialNorm):
@@ -109,8 +109,6 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if not data.shape and not data.dtype.is_complex:
         number = _encode(data.item(), path, tensors)
         return {_KIND: "number", "dtype": dtype_name(data.dtype), "value": number, **where}
-    while path in tensors:  # keys may contain dots
-        path += "'"
     tensors[path] = data
     return {_KIND: "tensor", "tensor": path, **where}
 
