@@ -327,6 +327,7 @@ class UsedParams:
         self._everywhere = self._flags[-1].view(-1, max(self._flags[0].numel(), 1))
         self._sent: list[int] = []
         self._steps: torch.Tensor | None = None  # on a device: the last numbers of all ranks, on the host
+        self._seen: Any = None  # the same memory, as NumPy sees it: to read a tensor counts as a wait for the device
         self._event: Any = None  # on a device: they have arrived there
         self._found: list[int] = []  # on a device: these numbers, when the host looked last
         self._exchanging = ranks.waiting("the exchange of which parameters were used")
@@ -418,10 +419,10 @@ class UsedParams:
         streams, flags = self._ranks.streams, self._everywhere[:, -_EXTRA:].amax(0)
         if self._steps is None:
             self._steps = torch.zeros(_EXTRA, dtype=torch.uint8, pin_memory=flags.device.type != "cpu")
-            self._event = streams.module.Event()
+            self._seen, self._event = self._steps.numpy(), streams.module.Event()
         else:
             self._event.synchronize()
-            self._found = self._steps.tolist()
+            self._found = self._seen.tolist()
         self._steps.copy_(flags, non_blocking=True)
         self._event.record(streams.device_stream(StreamName.COMPUTE))
 
