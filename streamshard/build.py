@@ -52,12 +52,6 @@ from streamshard.planning.structure import (
     tie_on_meta,
 )
 
-_EXPERTS_STAY = 'offload="state": the model has DTensors of experts, whose state stays on the device'
-_REPLICAS_STAY = (
-    'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device. Shard over all ranks: '
-    "leave mesh away, or give a 1-D mesh"
-)
-
 
 class Checked(NamedTuple):
     """One rank's plan, before it meets the other ranks.
@@ -108,9 +102,8 @@ def _accept_model(
         **given: the user's other arguments, fields of `Settings`.
     """
     refuse_transforms()  # before meeting other ranks: a transform also wraps the tensors of collectives
-    who = groups_with_dtensors(
-        None if mesh is None else groups_of(mesh), module, functools.partial(_check_module, module)
-    )
+    check = functools.partial(_check_module, module)
+    who = groups_with_dtensors(None if mesh is None else groups_of(mesh), module, check)
     if isinstance(mesh, DeviceMesh) and who is not None:
         warn_of_shared_sequences(mesh, who)
     try:
@@ -199,12 +192,9 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
     host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
     mover.transport.check_precision(settings.precision)
-    outer = (
-        None
-        if outer_ranks is None
-        else OuterShards(layouts, outer_ranks, ledger, is_in_order=settings.precision.sums_in_rank_order)
-    )
-
+    outer = None
+    if outer_ranks is not None:
+        outer = OuterShards(layouts, outer_ranks, ledger, is_in_order=settings.precision.sums_in_rank_order)
     streamed = [not unit.is_resident for unit in found]
     plan = plan_slots(streamed, weight_slots, grad_slots, is_serial=mover.transport.is_serial)
     reason = f"weight_slots={weight_slots!r}, grad_slots={grad_slots!r}"
@@ -376,8 +366,11 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
 
 def _refuse_combinations(settings: Settings, *, replicas: bool, experts: bool, parts: bool) -> None:
     """Raise a `ConfigError` if state cannot lie where `settings` say, with replicas or DTensors (experts, or parts)."""
-    if settings.offload is not None and (experts or replicas):
-        raise ConfigError(_EXPERTS_STAY if experts else _REPLICAS_STAY)
+    if settings.offload is not None and experts:
+        raise ConfigError('offload="state": the model has DTensors of experts, whose state stays on the device')
+    if settings.offload is not None and replicas:
+        what = 'offload="state" on a 2-D mesh: averages over replicas would need main grads on the device'
+        raise ConfigError(f"{what}. Shard over all ranks: leave mesh away, or give a 1-D mesh")
     if settings.shard_over_replicas and not replicas:
         what = "shard_over_replicas=True without replicas"
         raise ConfigError(f"{what}: give a 2-D mesh, replicate x shard (a plan: replicas=2), or leave it away")
@@ -424,10 +417,8 @@ def _agree_on_empty(ranks: Communicator, on_meta: list[str], parts: set[str]) ->
     Raises:
         RankMismatchError: rank 0 has no values where another rank has some.
     """
-    told = {
-        id(each): each for each in ranks.gather_objects("find empty parameters", on_meta)
-    }  # equal ones are one object
-    different = list(map(set, told.values()))
+    told = ranks.gather_objects("find empty parameters", on_meta)
+    different = [set(each) for each in {id(each): each for each in told}.values()]  # equal ones are one object
     firsts, everywhere = different[0], set.intersection(*different)
     if lost := parts.intersection(set.union(*different) - everywhere):
         raise RankMismatchError(
@@ -449,6 +440,6 @@ def _place_buffers(module: nn.Module, device: torch.device) -> None:
             if buffer is not None:
                 if buffer not in placed:
                     value = math.nan if buffer.is_floating_point() else 0
-                    on_device = torch.full_like(buffer, value, device=device) if buffer.is_meta else buffer.to(device)
-                    placed[buffer] = on_device
+                    empty = buffer.is_meta
+                    placed[buffer] = torch.full_like(buffer, value, device=device) if empty else buffer.to(device)
                 owner._buffers[name] = placed[buffer]

@@ -258,8 +258,6 @@ class DTensorForm(Form):
 
     def local_grad(self, grad: Any) -> torch.Tensor:
         """See `Form`. Collective if the gradient is a sum over ranks, as of a norm in sequence parallelism."""
-        if not isinstance(grad, self.kind):
-            return cast(torch.Tensor, grad)  # a copy of the local gradient, which left its slot
         if grad.placements != self.placements:
             grad = grad.redistribute(placements=self.placements)
         return cast(torch.Tensor, grad.to_local())

@@ -216,7 +216,7 @@ def _refuse_left(names: Sequence[str], model: nn.Module, what: str) -> None:
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Inside, torch draws the numbers that follow ``torch.manual_seed(seed)``. Generators get their old states back."""
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.default_generator.manual_seed(seed)
         if devices:
             module_of(device).manual_seed(seed)

@@ -111,27 +111,30 @@ def _copy_with(value: Any, changed: Mapping[Any, Any]) -> Any:
     return new
 
 
-_CHUNK = 1 << 20  # elements whose bits are summed at once, as int64
+_CHUNK = 1 << 20  # elements, which take 8 bytes each on the way
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64
+
+
+def sum_of_bits(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """[] int64: the sum of its elements' bits, read as integers, each times an odd number that depends on its place.
+
+    Modulo 2^64, so it depends neither on how ranks cut a tensor, nor on an order. Equal for equal tensors. `start` is
+    the place of the first element.
+    """
+    bits = tensor.detach().reshape(-1).view(_BITS.get(tensor.dtype.itemsize, torch.int64))
+    total = bits.new_zeros((), dtype=torch.int64)
+    for chunk in bits.split(_CHUNK):
+        places = torch.arange(start, start + len(chunk), device=bits.device)
+        total += (chunk * places.mul_(_GOLDEN).bitwise_or_(1)).sum()  # odd factors lose no bit
+        start += len(chunk)
+    return total
 
 
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """By tensor, the sum of its elements' bits, read as integers: exact, and equal for equal tensors.
-
-    Each element counts by its position, so the same elements in another order have another sum.
-    """
-    sums = [_sum_of_bits(tensor.detach()) for tensor in tensors]
+    """By tensor, the `sum_of_bits`."""
+    sums = [*map(sum_of_bits, tensors)]
     return [] if not sums else torch.stack(sums).tolist()  # one copy to the host, not one for each
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """[] int64, modulo 2^64."""
-    integers = {1: torch.int8, 2: torch.int16}
-    bits = tensor.reshape(-1).view(integers.get(tensor.dtype.itemsize, torch.int32))
-    total = bits.new_zeros((), dtype=torch.int64)
-    for number, chunk in enumerate(bits.split(_CHUNK)):
-        first = 1 + number * _CHUNK
-        total += (chunk * torch.arange(first, first + chunk.numel(), device=bits.device)).sum()
-    return total
 
 
 def moved(value: Any, device: torch.device) -> Any:

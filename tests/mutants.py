@@ -207,12 +207,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/tree": [("gather_to_first", Swap("known.setdefault(each, each)", "each"), "tree:equal")],
     "comm/watchdog": [
-        ("_after_fork_in_child", Drop("flight_recorder.watched, _watchdog = "), "flight_recorder:forked"),
+        ("_after_fork_in_child", Drop("_watchdog = "), "flight_recorder:forked"),
         ("_after_fork_in_child", Swap("_Watchdog(inherited)", "_Watchdog()"), "shared_memory:forked"),
         ("_after_fork_in_child", Swap("[_watchdog.inherited, ", "["), "shared_memory:forked"),
     ],
     "comm/flight_recorder": [
-        ("FlightRecorder.__init__", Swap(" and not is_beside_training", ""), "flight_recorder:apart"),
         ("FlightRecorder._find_difference", Swap(" or self._is_beside_training", ""), "flight_recorder:apart"),
         (
             "FlightRecorder._find_difference",
@@ -331,7 +330,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Forward.read", Swap(" or not self._schedule.is_last(unit.index)", ""), "ends:otherwise_later"),
         ("Forward.read", Drop("self.graph.versions.setdefault"), "ends"),
         ("begin_forward", Drop("engine.phase.recover()"), "loops"),
-        ("Forward.finish", Drop("unit.guard.renew_marks()"), "absent_weights"),
+        ("Forward.finish", Drop("unit.guard.end_pass()"), "absent_weights"),
         ("Forward.finish", Drop("engine.finish_reading()"), "simulated_device:weights_may"),
         (
             "Forward.finish",
@@ -343,8 +342,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/params": [
         ("FlatParam.allocate_grads", Swap("keeps_slot and dtype", "dtype"), "matrix dial"),
         ("Param.forget_grad", Drop("self.clear_main_grad()"), "invariants dial programs graphs"),
-        ("Param.give_grad", Drop("self.given.add_(own)"), "programs"),
-        ("Param._adopt", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
+        ("Param.adopt_grad", Drop("self.main_grad.copy_(grad)"), "pieces loops"),
         ("Param.forget_grad", Drop("if in_slot:"), "invariants dial programs graphs"),
         (
             "FlatParam.add",
@@ -362,7 +360,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/loop": [("note_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "replicas:cross"),
-        ("OuterShards._take_turn", Swap("1 - self._turn", "0"), "replicas:take_turns"),
+        ("OuterShards._take_turn", Drop("self._staging.reverse()"), "replicas:take_turns"),
         ("OuterShards.begin_reduction", Swap("self._adds = adds", "self._adds = False"), "replicas:every_way"),
         (
             "OuterShards.begin_reduction",
@@ -384,7 +382,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
             Swap("before is not None and self.is_open", "before is not None"),
             "step_in_backward:collectives",
         ),
-        ("Reductions.complete", Drop("works += self._next[1].works"), "step_in_backward:units"),
+        ("Reductions.complete", Drop("works += self._gives_next[1].works"), "step_in_backward:units"),
         (
             "Reductions._give_early",
             Swap("(ranks.in_hook())", "(contextlib.nullcontext())"),
@@ -414,7 +412,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "core/slots": [
         ("GradSlot.open", Drop("self.weights.shard_read.complete()"), "shared_memory matrix"),
         ("GradSlot.open", Drop("self.weights.move("), "matrix"),
-        ("GradSlot.drain", Drop("self.scratch.drained = self.drained"), "invariants"),
     ],
     "core/unit": [
         ("Unit.start_gather", Drop("slot.shard_read.complete()"), "invariants"),
@@ -422,6 +419,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.start_reduce", Drop("self.guard.mark_gone()"), "absent_weights"),
+        ("Unit.start_reduce", Drop("grads.slot.scratch.drained = "), "invariants"),
         ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "experts_and_context"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs"),
     ],
@@ -448,7 +446,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.write_early", Drop("if self.slot.weights is not None"), "tied"),
         ("UnitGrads._write_parts", Swap("param.in_slot if param.is_written_early else grad", "grad"), "tied"),
         ("UnitGrads._write_parts", Drop("param.is_written_early = False"), "tied"),
-        ("UnitGrads._take", Drop("if not param.is_kept:"), "invariants loops programs graphs"),
+        ("UnitGrads._take_back", Drop("if not param.is_kept:"), "invariants loops programs graphs"),
         ("UnitGrads._leave_slot", Swap("self._ranks.grad_divisor == 1.0 and", ""), "divide_factor:one_rank"),
         ("UnitGrads._leave_slot", Swap("all(", "any("), "experts_and_context:micro_batch"),
         ("UnitGrads.collect", Drop("self._leave_slot()"), "dial"),
@@ -464,6 +462,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("UnitGrads.leave", Swap(" or (trains and not in_slot)", ""), "replicas"),
         ("UnitGrads.leave", Drop("self.has_unreduced = self.has_unreduced or"), "programs"),
         ("UnitGrads.resume", Drop("param.forget_grad("), "invariants"),
+        ("UnitGrads._give_to", Drop("param.given.add_(own)"), "programs"),
         ("UnitGrads.discard", Drop("with AsTensors():"), "invariants loops"),
         ("write_grads", Swap("if adds else", "if False else"), "programs loops"),
         ("write_lookups", Swap(" | (indices == padding)", ""), "lookups:models"),
@@ -483,12 +482,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "guards/sharded_tensor": [
         ("_compute", Swap("(_norm, _foreach_norm, ", "("), "same_bits:torch"),
         ("_compute", Swap("_foreach_norm, _check_finite, ", "_foreach_norm, "), "wrappers:overflows"),
-        ("_partial", Swap("tensor.piece.counted(local)", "local"), "tensor_parallel:norms"),
+        ("_norm", Swap("tensor.piece.counted(norm)", "norm"), "tensor_parallel:norms"),
         ("_reduce", Swap("tensor.piece.counted(", "("), "tensor_parallel:norms"),
     ],
     "guards/weights": [
-        ("WeightGuard.set_present", Drop("set_versions(self._aliases, self._absent)"), "graphs"),
-        ("WeightGuard.mark_gone", Drop("self.set_present("), "absent_weights:kept_in_place"),
+        ("WeightGuard.set_present", Drop("set_versions("), "graphs"),
+        ("WeightGuard.mark_gone", Drop("self.set_classes("), "absent_weights:kept_in_place"),
         ("classes_of", Drop("entries[inner] = property"), "frozen"),
     ],
     "build": [
@@ -556,7 +555,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("HostState.copy", Swap("non_blocking=True", "non_blocking=False"), "offload:events_order"),
         ("HostState.fetch", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
         ("HostState.begin_reduction", Drop("self._stored[unit.index].wait()"), "offload:single_unit"),
-        ("HostState.begin_reduction", Swap("1 - self._turn", "0"), "offload:never_waits"),
+        ("HostState.begin_reduction", Drop("self._staging.reverse()"), "offload:never_waits"),
         ("HostState.begin_reduction", Drop("self._step("), "offload_events:loop"),
         ("HostState.chunk", Drop("tensors.clear()"), "offload:never_waits"),
         ("HostState.chunk", Drop("self._chunks.reverse()"), "offload:never_waits"),

@@ -15,7 +15,8 @@ import numpy
 import torch
 
 from streamshard.errors import CheckpointError
-from streamshard.guards.sharded_tensor import is_piece, piece_of
+from streamshard.guards.global_ops import PartialNorm
+from streamshard.guards.sharded_tensor import piece_of
 from streamshard.torch_private import is_traceable_wrapper_subclass
 
 _KIND = "$"
@@ -94,12 +95,12 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
         raise CheckpointError(f"{path} is a {type(value).__name__} of layout {value.layout}: {advice}")
     if value.is_meta:
         raise CheckpointError(f"{path} is on the meta device: it has no values yet")
+    while path in tensors:  # keys may contain dots
+        path += "'"
     if (piece := piece_of(value)) is not None:
-        while path in tensors:
-            path += "'"
         tensors[path] = value.detach()
         return {_KIND: "piece", "tensor": path, "of": piece.name}
-    if is_piece(value):
+    if isinstance(value, PartialNorm):
         raise CheckpointError(f"{path} is a norm of this rank's pieces: give float(value)")
     data = value.detach().as_subclass(torch.Tensor)
     # Without the device's number, which differs between ranks: their JSON is compared.
@@ -108,8 +109,6 @@ def _encode_tensor(value: torch.Tensor, path: str, tensors: dict[str, torch.Tens
     if not data.shape and not data.dtype.is_complex:
         number = _encode(data.item(), path, tensors)
         return {_KIND: "number", "dtype": dtype_name(data.dtype), "value": number, **where}
-    while path in tensors:  # keys may contain dots
-        path += "'"
     tensors[path] = data
     return {_KIND: "tensor", "tensor": path, **where}
 

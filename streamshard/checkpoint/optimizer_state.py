@@ -264,7 +264,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     """
     engine = _engine_of_all(optimizer, model)
     engine.recover()
-    ranks, device = engine.ranks, engine.streams.device
+    ranks = engine.ranks
     settle(optimizer, ranks)
     # Numbers name the parameters that are not sharded.
     names = {param: str(number) for number, param in enumerate(params_in(optimizer.param_groups))}
@@ -286,6 +286,28 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     records = join_records(records for _, records in told)
     wanted = records if ranks.is_first or not rank0_only else {}
     wholes = {name: torch.empty(record.shape, dtype=record.dtype) for name, record in wanted.items()}
+    _fill(wholes, records, own, engine)
+    if rank0_only and not ranks.is_first:
+        return {}
+    state = {
+        number: put_together(decode(values, lambda name, _: wholes[name], CPU), tuple(param.shape))
+        for number, param in enumerate(params_in(optimizer.param_groups))
+        if (values := joined[names[param]])
+    }
+    packed = optimizer.state_dict()
+    others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
+    full: dict[str, Any] = {**packed, "state": {**state, **others}}
+    return full if (whole := steps_whole(optimizer)) is None else whole.join_stacks(full)
+
+
+def _fill(
+    wholes: Mapping[str, torch.Tensor],
+    records: Mapping[str, TensorRecord],
+    own: Mapping[str, torch.Tensor],
+    engine: Engine,
+) -> None:
+    """Let each rank send its `own` pieces of all tensors, and fill `wholes`, some of these or none. Collective."""
+    ranks, device = engine.ranks, engine.streams.device
     for source, dtype, pieces in _messages(records):  # in one order on all ranks: they have the same records
         sizes = [piece.stop - piece.start for _, piece in pieces]
         if source == ranks.total_rank:
@@ -298,17 +320,6 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
             for first, numel in runs_in(box, start, part.numel()) if name in wholes else ():
                 wholes[name].view(-1)[first : first + numel] = part[done : done + numel]
                 done += numel
-    if rank0_only and not ranks.is_first:
-        return {}
-    state = {
-        number: put_together(decode(values, lambda name, _: wholes[name], CPU), tuple(param.shape))
-        for number, param in enumerate(params_in(optimizer.param_groups))
-        if (values := joined[names[param]])
-    }
-    packed = optimizer.state_dict()
-    others = {key: value for key, value in packed["state"].items() if isinstance(key, str)}  # of no parameter
-    full: dict[str, Any] = {**packed, "state": {**state, **others}}
-    return full if (whole := steps_whole(optimizer)) is None else whole.join_stacks(full)
 
 
 def _messages(

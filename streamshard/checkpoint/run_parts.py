@@ -67,7 +67,8 @@ class RunParts(NamedTuple):
             parts.models[name] = each, engine_at_rest(each, what, accepts_empty=accepts_empty)
             for inner, module in each.named_modules():
                 if type(module).get_extra_state is not nn.Module.get_extra_state:  # torch's own raises
-                    parts.trees[f"extra_state.{name}/{inner}"] = _extra_state_of(module)
+                    own = SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
+                    parts.trees[f"extra_state.{name}/{inner}"] = own
         if not parts.models:
             raise ShardingError(f"{what}: no model made by StreamShard was given")
         parts.trees.update({f"extra.{key}": each for key, each in (extra or {}).items()})
@@ -143,11 +144,6 @@ def facts_of(model: nn.Module, engine: Engine) -> dict[str, Any]:
     settings = [f"{each.name} {each.form.facts(each.sharded)}" for each in packed]
     quantization = digest_of(settings, scales) if packed else None
     return {"class": class_name(model), "names": saved_names(model, engine), "quantization": quantization}
-
-
-def _extra_state_of(module: nn.Module) -> SimpleNamespace:
-    """A module's extra state, as an object with ``state_dict()``."""
-    return SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
 
 
 class RandomState(NamedTuple):

@@ -173,8 +173,6 @@ def write_own_ranges(directory: Location, name: str, layouts: Sequence[FileLayou
     """Write this rank's ranges of several files into one file, called `name`. Returns where they are, by file."""
     tensors = ((name, dtype) for layout in layouts for name, (_, dtype) in layout.places.items())
     size_bytes = sum(data.numel() * dtype.itemsize for name, dtype in tensors for _, data in held[name])
-    if not size_bytes:
-        return [[] for _ in layouts]
     places: list[list[Place]] = []
     end = 0
     with storage_of(directory).writing(name, size_bytes) as write:

@@ -157,8 +157,7 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     ranks = parts.engine.ranks
     saved: dict[str, dict[str, Any]] = {"models": {}, "optimizers": {}, "trees": {}}
     pieces: list[TensorPiece] = []
-    states: dict[str, LocalState] = {}
-    values: dict[str, Any] = {}
+    states, values = dict[str, LocalState](), dict[str, Any]()
     trees: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for optimizer in parts.optimizers.values():
         settle(optimizer, ranks)  # not in `collect_here`, which may raise on one rank: this is collective
@@ -185,8 +184,8 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
     found = ranks.gather_results("save", collect_here)
     for name, state in states.items():
         refuse_other_options(name, state.options, ranks)
-    differing = _differing(found)
-    trees |= {name: encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True) for name in differing}
+    for name in (differing := _differing(found)):
+        trees[name] = encode(values[name], name_of_rank(name, ranks.total_rank), keeps_pieces=True)
     mine = {name: own.state for name, own in states.items()}, {name: trees[name][0] for name in differing}
 
     def join(told: list[tuple[dict[str, Any], dict[str, Any]]]) -> RankMismatchError | None:

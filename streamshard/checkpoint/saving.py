@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
-import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
-from typing import NoReturn
 
 from streamshard.checkpoint.storage import Location
 from streamshard.errors import log
@@ -19,9 +16,9 @@ class Saving:
     The checkpoint holds the state at the call. On devices the host does not wait for the copies: later work on the
     current stream comes behind them. Another stream that changes weights or moments must wait for this stream first.
 
-    When Python exits, also after an error or Ctrl-C, it waits for the save. If the save has failed and no call has
-    raised its error, the process ends with status 120: call ``wait()`` at the end. SIGTERM ends the process at once:
-    the checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers.
+    When Python exits, also after an error or Ctrl-C, it waits for the save. If the save fails, the log says so; only
+    ``wait()``, or the next save or load, raises the error: call ``wait()`` at the end. SIGTERM ends the process at
+    once: the checkpoint is not finished, earlier checkpoints stay whole, and the next save removes the leftovers.
     `StopOnSignal` lets all ranks finish the save.
 
     Attributes:
@@ -95,17 +92,3 @@ def _wait_at_exit() -> None:
 # Handlers run in reverse order. There is no public function for this moment; Python's executors use the same.
 import_module("concurrent.futures.thread")
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
-
-
-def _fail() -> NoReturn:
-    raise OSError("a save in the background has failed")
-
-
-@atexit.register  # Python has waited for the thread
-def _end_with_its_error() -> None:
-    """Say at the end of the process that the last save has failed, if no call has raised its error."""
-    if _running is not None and _running._error is not None:
-        log.error("this process ends without the checkpoint %s, and with status 120", _running.path)
-        # Python ends with status 120 if it cannot flush standard error, after all other handlers. sys.exit() would
-        # change no status here, and os._exit() would leave them out.
-        sys.stderr.flush = _fail  # type: ignore[method-assign]  # for this

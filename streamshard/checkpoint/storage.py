@@ -20,7 +20,7 @@ MANIFEST_NAME = "checkpoint.json"
 CHUNK_BYTES = 8 << 20
 """Bytes per checksum and per request, and the extra memory of a copy from a device or into another dtype."""
 
-_NAME = re.compile(r"checkpoint-(\d{1,18})(?!\d)(-\d+|\.[0-9a-f]{8})?")
+_NAME = re.compile(r"checkpoint-(\d+)(-\d+|\.[0-9a-f]{8})?")
 
 
 class Url(str):

@@ -374,7 +374,7 @@ class IssueLog:
 
     def add(self, kind: int, tag: int = 0) -> None:
         """Record that this rank issues `kind`, a `RecordKind`, for the flat parameter of `tag`."""
-        entry = (self.count, int(kind), tag)
+        entry = (self.count, kind, tag)
         self.digest = hash((self.digest, entry))  # of integers, which every process hashes alike
         self._entries[self.count % _ENTRIES] = entry
         self.count += 1

@@ -246,8 +246,8 @@ class Exchange:
     """
 
     finish: Callable[[], None] | None
-    messages: Sequence[dist.Work] = ()
-    group: dist.ProcessGroup | None = None
+    messages: Sequence[dist.Work]
+    group: dist.ProcessGroup
 
     def __del__(self) -> None:
         self._abandon()
@@ -271,7 +271,7 @@ class Exchange:
         gloo cancels a receive when its work object is freed. The message would then block the connection between the
         two ranks for good.
         """
-        if self.messages and self.group is not None:
+        if self.messages:
             state_of(self.group).abandoned.extend(self.messages)
             self.messages = ()
 
@@ -281,7 +281,11 @@ class AloneTransport(Transport):
 
     def start_gather(self, gather: Gather) -> Work | None:
         """See `Transport.start_gather`."""
-        self._move(Collective.ALL_GATHER, gather.tag, gather.shard, gather.slot)
+        shard, slot, tag, *_ = gather
+        if slot.data_ptr() != shard.data_ptr():
+            self._issue(None, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))
+            with self.streams.on(self.stream), torch.no_grad():
+                slot.copy_(shard)
         return None
 
     def start_reduce(self, reduction: Reduction) -> Work | None:
@@ -295,21 +299,6 @@ class AloneTransport(Transport):
                 if divisor != 1.0 and not accumulate:
                     out.mul_(1.0 / divisor)  # in `out`: the slot's dtype would round again
         return None
-
-    def start_average(self, tensor: torch.Tensor, tag: int | None) -> Work | None:
-        """See `Transport.start_average`. The mean over one rank."""
-        return None
-
-    def start_all_to_all(self, exchange: AllToAll) -> Work | None:
-        """See `Transport.start_all_to_all`."""
-        self._move(Collective.ALL_TO_ALL, None, exchange.send, exchange.received)
-        return None
-
-    def _move(self, what: Collective, tag: int | None, source: torch.Tensor, to: torch.Tensor) -> None:
-        if to.data_ptr() != source.data_ptr():
-            self._issue(None, what, tag, reads=(source,), writes=(to,))
-            with self.streams.on(self.stream), torch.no_grad():
-                to.copy_(source)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """No scratch."""

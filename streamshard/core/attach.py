@@ -80,7 +80,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for module in in_fp32.listed:
         if module not in layers and engine.precision.cast_inputs:
             compute_in_fp32(module)
-    for module in list(modules_inside(root)):
+    for module in modules_inside(root):
         # Inside a layer, whose own call puts the unit in place.
         if module in owner and module not in layers and module is not root:
             continue

@@ -175,7 +175,7 @@ class Backward(Phase):
             self._engine.ends.saved.add(unit.index)
         if not unit.is_streamed:
             self._unshard(unit)
-            unit.guard.set_present(True, marks=False)
+            unit.guard.set_classes(is_present=True)
         elif name or unit.weight_slot.content == unit.index:
             self._recompute(unit)
 

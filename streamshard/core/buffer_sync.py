@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -86,18 +86,16 @@ class BufferSync:
         owner = place.owner()
         buffer = None if owner is None else owner._buffers.get(place.key)
         if buffer is None or (buffer.shape, buffer.dtype) != (place.shape, place.dtype):
-            self._refuse(name, "is gone" if buffer is None else "has another shape or dtype by now")
+            now = "is gone" if buffer is None else "has another shape or dtype by now"
+            path, _, key = name.rpartition(".")
+            module = f"model.get_submodule({path!r})" if path else "model"
+            raise ShardingError(
+                f"buffer {name!r} was {tuple(place.shape)} {place.dtype}, and {now}: ranks broadcast persistent "
+                "buffers, whose shapes and dtypes must not change. If a forward gives it its shape, run one before "
+                "StreamShard(model). Or, before StreamShard(model), let each rank keep its own: "
+                f"{module}.register_buffer({key!r}, {module}.{key}, persistent=False)"
+            )
         return buffer
-
-    def _refuse(self, name: str, now: str) -> NoReturn:
-        place, (path, _, key) = self._state[name], name.rpartition(".")
-        owner = f"model.get_submodule({path!r})" if path else "model"
-        raise ShardingError(
-            f"buffer {name!r} was {tuple(place.shape)} {place.dtype}, and {now}: ranks broadcast persistent buffers, "
-            "whose shapes and dtypes must not change. If a forward gives it its shape, run one before "
-            "StreamShard(model). Or, before StreamShard(model), let each rank keep its own: "
-            f"{owner}.register_buffer({key!r}, {owner}.{key}, persistent=False)"
-        )
 
     def _send(self, buffers: Iterable[torch.Tensor], source: int) -> None:
         """Broadcast `buffers`, in one message for each dtype.

@@ -107,7 +107,7 @@ class Forward(Phase):
         self._used: set[int] = set()  # resident units that were used
         self._beside: set[int] = set()  # resident units that are used beside the program
         for unit in engine.resident:
-            unit.guard.set_present(False, marks=False)
+            unit.guard.set_classes(is_present=False)
         engine.streams.observe(StepPart.FORWARD, ROOT_UNIT, begins=True)
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
@@ -172,14 +172,10 @@ class Forward(Phase):
         Raises:
             ShardingError: other units need the slot. Without gradients too: a view of the weights may live on.
         """
-        if unit is self._engine.root_unit:
-            return
         if self._engine.ends is not None:
             self._engine.ends.use(unit, is_read=True, is_inside=self._running_beside(unit) is not None)
         if not unit.is_streamed:
             self._use_in_place(unit)
-        elif unit.is_bound:
-            pass
         elif self._running_beside(unit) is not None or not self._schedule.is_last(unit.index):
             if name:
                 refuse_read(name)
@@ -274,7 +270,7 @@ class Forward(Phase):
                 unit.release()
         if self._has_graph:
             for unit in engine.units[1:]:
-                unit.guard.renew_marks()
+                unit.guard.end_pass()
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank with a failed forward still takes part in the exchanges.

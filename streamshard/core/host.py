@@ -15,7 +15,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from streamshard.core.params import FlatParam, Param
 from streamshard.core.slots import Ledger
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError, describe
-from streamshard.guards.sharded_parameter import give_life
+from streamshard.guards.sharded_parameter import ShardedParameter
 from streamshard.guards.sharded_tensor import Life
 from streamshard.pinned import PinnedMemory
 from streamshard.planning.layout import UnitLayout
@@ -70,14 +70,13 @@ class HostState:
             for each, is_here in zip(layouts, on_host, strict=True)
         ]
         numel = max(sum(flat.shard_numel for flat in unit) for unit in trained)
-        self._staging = [ledger.allocate(Category.STAGING, numel, torch.float32) for _ in range(2)]
+        copied = Rule.HOST_COPIED
+        buffers = [ledger.allocate(Category.STAGING, numel, torch.float32) for _ in range(2)]
+        stored = [Fence(streams, copied, StreamName.STORE, f"staging {n}", StreamName.COMM) for n in (0, 1)]
+        self._staging = list(zip(buffers, stored, strict=True))  # two take turns
         counts = [sum(len(flat.params) for flat in unit) for unit in trained]
         norms = ledger.allocate(Category.NORMS, sum(counts), torch.float64)
         self._norms = norms.split(counts)  # by unit
-        copied = Rule.HOST_COPIED
-        self._staging_stored = [
-            Fence(streams, copied, StreamName.STORE, f"staging {n}", StreamName.COMM) for n in (0, 1)
-        ]
         self._stored = [Fence(streams, copied, StreamName.STORE, "stored state", StreamName.FETCH) for _ in layouts]
         # Two chunks take turns, so that copies in both directions and steps overlap: the fence behind a chunk's copies
         # to the host, and its tensors. FETCH has allocated these, and may reuse their memory behind the fence.
@@ -95,7 +94,6 @@ class HostState:
         ]
         self._computed = Fence(streams, copied, StreamName.COMPUTE, "what others copy to the host", StreamName.HOST)
         self._is_busy = False  # copies may be under way, or steps late
-        self._turn = 0  # of staging
         self._late: list[Any] = []  # of type LateStep
         self._failure: str | None = None  # how a late step has failed
         self._error: Exception | None = None  # the same, if nobody has raised it
@@ -110,7 +108,7 @@ class HostState:
             for flat in unit.flat_params:
                 for param in flat.params:
                     self._places[param.sharded] = weakref.ref(unit), flat, param
-                    give_life(param.sharded, self._life)
+                    cast(ShardedParameter, param.sharded).life = self._life
                     self.grads.add(param, next(norms) if flat.kind.trains else None)
 
     def __del__(self) -> None:
@@ -177,7 +175,7 @@ class HostState:
             unit.grads.slot.drained.wait(StreamName.FETCH)  # rule 2
         slot.arrived.wait(StreamName.FETCH)  # rule 1, of an all-gather that compute has not waited for
         self._stored[unit.index].wait()  # rule 8
-        stepped = self._late_params(unit.index)
+        stepped = {param for step in self._late for param in step.params_of(unit.index)}
         pairs = [
             (flat.gather.shard, flat.host_input)
             for flat in unit.flat_params
@@ -201,10 +199,10 @@ class HostState:
         backward of an earlier forward, which raises, finds the weights in their slot.
         """
         self._step(unit.index, fills_slot=False)
-        self._turn = 1 - self._turn
-        free, trained = self._staging_stored[self._turn], unit.trained
+        self._staging.reverse()
+        (staging, free), trained = self._staging[0], unit.trained
         sizes = [flat.layout.shard_numel for flat in trained]
-        buffers = list(self._staging[self._turn].narrow(0, 0, sum(sizes)).split(sizes))
+        buffers = list(staging.narrow(0, 0, sum(sizes)).split(sizes))
         if adds:
             if not self.grads.multiplied.isdisjoint(unit.params):
                 self.settle()
@@ -228,7 +226,8 @@ class HostState:
         self.grads.replace(unit.params)
         # Aliases: their version counters are not those of gradients that the user holds.
         self.copy(StreamName.STORE, [(flat.main_grads.data, each) for flat, each in flats])
-        self._staging_stored[self._turn].record()
+        _, free = self._staging[0]
+        free.record()
         self._stored[unit.index].record()
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -250,9 +249,6 @@ class HostState:
         self._written.record()
         self._is_busy = True
         self._late.append(step)
-
-    def _late_params(self, unit: int) -> set[Param]:
-        return {param for step in self._late for param in step.params_of(unit)}
 
     def _step(self, unit: int, *, fills_slot: bool) -> None:
         """Carry out the late steps of the unit with this index."""

@@ -218,7 +218,7 @@ class LateStep:
             "state": defaultdict(dict, state),
         }
         with replacing(*NO_STEP_HOOKS):  # for a class whose step calls super().step()
-            kind.step.__wrapped__(stand_in)
+            kind.step(stand_in)
         state.update(stand_in.state)
 
 
@@ -375,8 +375,8 @@ def late_steps(optimizer: Optimizer, on_host: Sequence[ShardedParameter]) -> lis
             host = host_of(param)
             place = None if host is None else host.find(param)
             with AsTensors():
-                if host is not None and place is not None and get_grad(param) is not None:
-                    place[2].adopt_grad()
+                if host is not None and place is not None and (grad := get_grad(param)) is not None:
+                    place[2].adopt_grad(grad)
                     found[host].append((*place, number))
     return [(host, LateStep(optimizer, places, host)) for host, places in found.items()]
 

@@ -52,20 +52,20 @@ class OuterShards(OverReplicas):
         streams, size = ranks.streams, ranks.world_size
         trained = [[flat.layout.shard_numel for flat in unit.flat_params if flat.kind.trains] for unit in layouts]
         most = 0 if is_in_order else max(map(sum, trained))  # in rank order gradients need no stop between
-        self._staging = [ledger.allocate(Category.STAGING, size * most, torch.float32) for _ in range(2)]
 
         def scratch_numel(numel: int) -> int:
             return ranks.transport.scratch_numel(numel, ReductionMode.FP32, torch.float32, 4 * size * numel)
 
         room = 0 if is_in_order else max(sum(map(scratch_numel, unit)) for unit in trained)
-        self._scratch = [ledger.allocate(Category.SCRATCH, room, torch.float32) for _ in range(2)]
         self._scratch_numel = scratch_numel
         replica, comm = StreamName.REPLICA, StreamName.COMM
         self._written = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, "main weights", replica)
         arrived, drained = "shards of all replicas", "gradients for other replicas"
         self._arrived = [Fence(streams, Rule.SHARDS_WRITTEN, replica, arrived, comm) for _ in layouts]
-        self._drained = [Fence(streams, Rule.GRADS_DRAINED, replica, drained, comm) for _ in range(2)]
-        self._turn = 0  # of staging
+        buffers = [ledger.allocate(Category.STAGING, size * most, torch.float32) for _ in range(2)]
+        scratches = [ledger.allocate(Category.SCRATCH, room, torch.float32) for _ in range(2)]
+        fences = [Fence(streams, Rule.GRADS_DRAINED, replica, drained, comm) for _ in range(2)]
+        self._staging = list(zip(buffers, scratches, fences, strict=True))  # two take turns
         self._buffers: list[torch.Tensor] = []  # of the reduction under way
         self._adds = False
         self._ledger = ledger
@@ -114,12 +114,14 @@ class OuterShards(OverReplicas):
         self._take_turn()
         self._adds = adds
         sizes = [self.ranks.world_size * flat.layout.shard_numel for flat in unit.trained]
-        self._buffers = list(self._staging[self._turn].narrow(0, 0, sum(sizes)).split(sizes))
+        staging, *_ = self._staging[0]
+        self._buffers = list(staging.narrow(0, 0, sum(sizes)).split(sizes))
         return self._buffers, False
 
     def _take_turn(self) -> None:
-        self._turn = 1 - self._turn
-        self._drained[self._turn].wait()  # rule 3
+        self._staging.reverse()
+        *_, drained = self._staging[0]
+        drained.wait()  # rule 3
 
     def end_reduction(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         """See `Home.end_reduction`. `add` follows, which knows what the host has to complete."""
@@ -127,17 +129,17 @@ class OuterShards(OverReplicas):
     def _start(self, unit: Unit) -> None:
         buffers, adds = self._buffers, self._adds
         if unit.index in self._main_adds:
-            self._take_turn()  # of scratch
+            self._take_turn()
             buffers, adds = self._sums[unit.index], self._main_adds.pop(unit.index)
         sizes = [self._scratch_numel(flat.layout.shard_numel) for flat in unit.trained]
-        parts = self._scratch[self._turn].narrow(0, 0, sum(sizes)).split(sizes)
+        _, scratch, drained = self._staging[0]
+        parts = scratch.narrow(0, 0, sum(sizes)).split(sizes)
         works = [
             self.ranks.transport.start_reduce(
                 Reduction(buffer, flat.main_grads, part, ReductionMode.FP32, adds, flat.tag, divisor=1.0)
             )
             for flat, buffer, part in zip(unit.trained, buffers, parts, strict=True)
         ]
-        drained = self._drained[self._turn]
         drained.record(*works)
         arrived = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "main grads")
         arrived.record(*works)

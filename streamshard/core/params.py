@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,31 +21,16 @@ from torch.utils.dlpack import from_dlpack
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.transport import Gather, Reduction
 from streamshard.core.slots import GradSlot, Ledger, WeightSlot
-from streamshard.errors import StateError
 from streamshard.forms import Form, form_of, take_form
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_parameter import be_piece, drop_unreduced, exchange
-from streamshard.guards.sharded_tensor import Life, ShardedTensor
+from streamshard.guards.sharded_parameter import be_piece, exchange
+from streamshard.guards.sharded_tensor import ShardedTensor
 from streamshard.guards.weights import UnshardedParameter, WeightGuard, classes_of
 from streamshard.planning.layout import FlatParamPlan, ParamLayout
 from streamshard.planning.memory import Category
-from streamshard.torch_private import AsTensors, get_grad, make_subclass, set_grad
+from streamshard.torch_private import AsTensors, make_subclass
 
 use_of = operator.attrgetter("is_used")  # of a `Param`
-
-
-class Lookup(NamedTuple):
-    """The gradient of one look-up's output, of which `write_lookups` makes that of the weight.
-
-    Attributes:
-        grad: [..., width] dtype of the weight.
-        indices: [...], the rows that were looked up.
-        padding: a row without gradient; -1: none.
-    """
-
-    grad: torch.Tensor
-    indices: torch.Tensor
-    padding: int
 
 
 class Param:
@@ -72,6 +57,7 @@ class Param:
         flat_main_grads: [shard_numel] fp32, of the flat parameter; may have no memory (`FlatParam.may_drop`).
         lookups: gradients of outputs of an embedding, of which its gradient is made.
         sums: its parts of the shard group's sums that wait for other replicas. See `OuterShards`.
+        grad_piece: describes the gradient.
         given: [local shape] fp32, the main grads as ``.grad`` of the sharded parameter; None: not made.
         was_given: `given` has been ``.grad`` since it was made, or since `UnitGrads` last found no other holder of it.
     """
@@ -79,7 +65,7 @@ class Param:
     unsharded: UnshardedParameter
     in_slot: torch.Tensor
     flat_main_grads: torch.Tensor
-    _grad_piece: Piece
+    grad_piece: Piece
 
     def __init__(self, piece: Piece, aliases: tuple[str, ...], param: nn.Parameter) -> None:
         self.name, self.layout, self.aliases = piece.name, piece.place, aliases
@@ -93,7 +79,7 @@ class Param:
         self.is_used = self.is_kept = self.is_written_early = self.is_left = False
         self.given: ShardedTensor | None = None
         self.was_given = False
-        self.lookups: list[Lookup] = []
+        self.lookups: list[Any] = []  # of type Lookup
         self.sums: list[torch.Tensor] = []
 
     @property
@@ -112,21 +98,6 @@ class Param:
 
     # -- the gradient ---------------------------------------------------------------------------------------------
 
-    def take_grad(self, grad: torch.Tensor) -> bool:
-        """The unit is about to be reduced: move `grad`, the parameter's ``.grad``, into the main grads.
-
-        Inside `AsTensors`.
-
-        Returns:
-            Whether `grad` was `given`, still in the main grads' memory (``grad.data = x`` gives it other memory).
-        """
-        self.is_kept = True
-        if not (is_same := self.is_given(grad)):
-            self._adopt(grad)
-        drop_unreduced(self.sharded)
-        set_grad(self.sharded, None)
-        return is_same
-
     def is_given(self, grad: torch.Tensor) -> bool:
         """Whether `grad` is `given`, still in the main grads' memory."""
         with AsTensors():
@@ -134,28 +105,12 @@ class Param:
                 return grad is self.given
             return grad.data_ptr() == self.flat_main_grads.data_ptr() + 4 * self.local.shard_offset
 
-    def adopt_grad(self) -> None:
-        """Copy ``.grad``, if the user has replaced it, into the main grads. Inside `AsTensors`."""
-        grad = get_grad(self.sharded)
-        if grad is not None and not self.is_given(grad):
-            self._adopt(grad)
-
-    def _adopt(self, grad: torch.Tensor) -> None:
-        self.piece.settle()
-        self.main_grad.copy_(grad)
-
-    def give_grad(self, life: Life) -> None:
-        """Make `given` ``.grad``. A gradient that autograd has put there meanwhile (of a penalty) is added.
-
-        Inside `AsTensors`.
-        """
-        if self.given is None:  # kept over steps: to make and free it takes a quarter of a layer's host time
-            self.given = ShardedTensor.wrap(self.main_grad, self._grad_piece, life)
-        if (own := get_grad(self.sharded)) is not None:
+    def adopt_grad(self, grad: torch.Tensor) -> bool:
+        """Copy `grad`, the parameter's ``.grad``, into the main grads, unless it `is_given`. Returns whether it is."""
+        if not (is_given := self.is_given(grad)):
             self.piece.settle()
-            self.given.add_(own)
-        set_grad(self.sharded, self.given)
-        self.was_given = True
+            self.main_grad.copy_(grad)
+        return is_given
 
     def clear_main_grad(self) -> None:
         """Zero the main grads of the parameter, if they have memory."""
@@ -171,13 +126,6 @@ class Param:
         if in_slot:
             self.in_slot.zero_()
         self.is_used = self.is_kept = False
-
-    def discard_grad(self) -> None:
-        """The backward has failed: forget every gradient of the parameter."""
-        self.is_used = self.is_kept = self.is_written_early = self.is_left = False
-        self.lookups.clear()
-        if self.has_room and self.sharded.grad is self.given:
-            self.sharded.grad = None
 
 
 class FlatParam:
@@ -247,7 +195,7 @@ class FlatParam:
         kept_as = Category.MAIN_WEIGHTS if kind.trains else Category.FROZEN_WEIGHTS
         self._use_slot(slot)
         if kind.wire_dtype is not kind.compute_dtype:
-            self.gathered = _part(wire, plan.wire, kind.wire_dtype)
+            self.gathered = _bytes_as(wire, plan.wire, kind.wire_dtype)
         own = self._own_part
         # The slot is the unit's alone, so this rank's range of it never holds other weights.
         if keeps_slot and is_sent_as_is and self.gathered is self.weights and not self.is_outer:
@@ -282,7 +230,7 @@ class FlatParam:
         return tensor.view(parts, tensor.numel() // parts).unbind() if parts > 1 else (tensor,)
 
     def _use_slot(self, slot: WeightSlot) -> None:
-        self.weights = self.gathered = _part(slot.buffer, self._plan.weights, self.kind.compute_dtype)
+        self.weights = self.gathered = _bytes_as(slot.buffer, self._plan.weights, self.kind.compute_dtype)
 
     def _make_gathers(self) -> None:
         """Make `gather` and `unit_gathers`. Called again when the unit goes over to another slot."""
@@ -333,7 +281,7 @@ class FlatParam:
 
     def move_grads(self, slot: GradSlot) -> None:
         """Go over to `slot`, which is empty."""
-        self.grads = _part(slot.buffer, self._plan.grads, self.kind.grad_dtype)
+        self.grads = _bytes_as(slot.buffer, self._plan.grads, self.kind.grad_dtype)
         for param in self.params:
             param.in_slot = self.part_of(self.grads, param.layout)
 
@@ -347,8 +295,8 @@ class FlatParam:
             keeps_memory: main grads always have memory. In host memory and in slots they have in any case.
         """
         numel, dtype = self.layout.shard_numel, self.kind.grad_dtype
-        self.grads = _part(slot.buffer, self._plan.grads, dtype)
-        self.scratch = _part(slot.scratch.buffer, scratch, dtype)
+        self.grads = _bytes_as(slot.buffer, self._plan.grads, dtype)
+        self.scratch = _bytes_as(slot.scratch.buffer, scratch, dtype)
         self.is_main_in_slot = keeps_slot and dtype is torch.float32
         self.may_drop = not (keeps_memory or self.is_main_in_slot or self.is_on_host)
         if self.is_main_in_slot:
@@ -363,9 +311,7 @@ class FlatParam:
 
     @property
     def _ledger(self) -> Ledger:
-        if (ledger := self._ledger_of()) is None:
-            raise StateError("a flat parameter", "without its model", "a model that is alive")
-        return ledger
+        return cast(Ledger, self._ledger_of())  # it goes with its model, whose ledger this is
 
     def _new_main_grads(self) -> torch.Tensor:
         numel = self.layout.shard_numel
@@ -397,7 +343,6 @@ class FlatParam:
         counts = ranks.counts_parts if form.box else ranks.counts_copies
         piece = Piece(*facts, trains=self.kind.trains, is_on_host=self.is_on_host, box=form.box, counts=counts)
         added = Param(piece, aliases, param)
-        param.grad = None
         _put_under(param, added.form, main_weights, is_ordinary=piece.is_ordinary)
         self.params.append(added)
         be_piece(param, piece)  # not before: the plain parameter that it makes takes the memory of now
@@ -429,7 +374,7 @@ class FlatParam:
     def place_grad(self, param: Param) -> None:
         """Tell `param` where its gradient lies in the slot and in the main grads."""
         param.has_room = True
-        param.in_slot, param._grad_piece = self.part_of(self.grads, param.layout), param.piece.of_grad()
+        param.in_slot, param.grad_piece = self.part_of(self.grads, param.layout), param.piece.of_grad()
         param.flat_main_grads = self.main_grads
 
     def place_sums(self, sums: torch.Tensor) -> None:
@@ -461,6 +406,6 @@ def _put_under(param: nn.Parameter, form: Form, main_weights: torch.Tensor, *, i
     exchange(param, fresh, form.part)
 
 
-def _part(buffer: torch.Tensor, place: range, dtype: torch.dtype) -> torch.Tensor:
+def _bytes_as(buffer: torch.Tensor, place: range, dtype: torch.dtype) -> torch.Tensor:
     """The bytes `place` of `buffer` [n_bytes] uint8, as 1-D `dtype`."""
     return buffer.narrow(0, place.start, len(place)).view(dtype)

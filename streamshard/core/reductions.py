@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from streamshard.core.outer_shards import OuterShards
     from streamshard.core.replicas import Replicas
 
-
 _sharded_of, _hooks_of = operator.attrgetter("sharded"), operator.attrgetter("_post_accumulate_grad_hooks")
 _EXTRA = 4  # numbers behind the flags of parameters, see `UsedParams`
 
@@ -94,7 +93,7 @@ class Reductions:
         self._under_way: list[Work | None] = []
         self._scratches: set[Scratch] = set()  # that reductions of this backward use
         self._hooked: set[int] = set()  # indices of units that give gradients early
-        self._next: tuple[Unit, Fence] | None = None  # gives its gradients next, behind the fence
+        self._gives_next: tuple[Unit, Fence] | None = None  # gives its gradients next, behind the fence
         what = "main grads given early"  # two reductions are under way at once
         fences = [Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, what) for _ in range(2)]
         self._reduced = itertools.cycle(fences)
@@ -164,14 +163,12 @@ class Reductions:
         self._stream = self.ranks.streams.device_stream(StreamName.COMPUTE)
         self.made.clear()
         self._others.clear()
-        self._next = None
+        self._gives_next = None
         self._hooked.clear()
         if self.over_replicas is not None:
             self.over_replicas.begin(is_synced=is_synced)
         elif reduces:  # with replicas averages come later, and hooks run at the end
-            for unit in filter(has_hooks, self._units):
-                if unit.grads.may_give_early:
-                    self._hooked.add(unit.index)
+            self._hooked.update(unit.index for unit in filter(has_hooks, self._units) if unit.grads.may_give_early)
 
     def note(self, unit: int) -> None:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
@@ -206,10 +203,10 @@ class Reductions:
                 return
             works = unit.start_reduce()
             self._scratches.add(unit.grads.slot.scratch)
-        before, self._next = self._next, None
+        before, self._gives_next = self._gives_next, None
         if unit.index in self._hooked:
-            self._next = unit, next(self._reduced)
-            self._next[1].record(*works)
+            self._gives_next = unit, next(self._reduced)
+            self._gives_next[1].record(*works)
         else:
             self._under_way += works
         if self.over_replicas is not None:
@@ -268,8 +265,8 @@ class Reductions:
             if self.over_replicas is not None:
                 self.over_replicas.finish()
             works, self._under_way = self._under_way, []
-            if self._next is not None:
-                works += self._next[1].works
+            if self._gives_next is not None:
+                works += self._gives_next[1].works
             self._done.record(*works)
             if follows_step is not None:
                 self.used.start(follows_step)
@@ -330,7 +327,7 @@ class UsedParams:
         self._everywhere = self._flags[-1].view(-1, max(self._flags[0].numel(), 1))
         self._sent: list[int] = []
         self._steps: torch.Tensor | None = None  # on a device: the last numbers of all ranks, on the host
-        self._seen: Any = None  # the same memory, as NumPy sees it
+        self._seen: Any = None  # the same memory, as NumPy sees it: to read a tensor counts as a wait for the device
         self._event: Any = None  # on a device: they have arrived there
         self._found: list[int] = []  # on a device: these numbers, when the host looked last
         self._exchanging = ranks.waiting("the exchange of which parameters were used")

@@ -237,9 +237,3 @@ class GradSlot:
         # On CUDA reductions come one after the other. On the CPU an earlier one may still use the scratch.
         if (before := self.scratch.drained) is not None and scratch.nbytes:
             before.complete()
-
-    def drain(self, works: Sequence[Any]) -> None:
-        """The reduction, with pending `works`, has started: the slot is free behind it."""
-        self.content = None
-        self.drained.record(*works)
-        self.scratch.drained = self.drained

@@ -19,18 +19,18 @@ import operator
 from collections.abc import Collection, Sequence
 from functools import partial
 from sys import getrefcount
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StreamName
-from streamshard.core.params import FlatParam, Lookup, Param, use_of
+from streamshard.core.params import FlatParam, Param, use_of
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
-from streamshard.guards.sharded_tensor import WHY_EARLIER, Life
+from streamshard.guards.sharded_tensor import WHY_EARLIER, Life, ShardedTensor
 from streamshard.torch_private import AsTensors, get_grad, set_grad, storage_uses, tensor_uses
 
 _REFERENCES = 1 + max(map(getrefcount, [object()]))  # to `Param.given` in Python: in the parameter and a list
@@ -144,7 +144,7 @@ class UnitGrads:
         """
         current: Any = self._wait_for(others) if others else None
         if self.state is GradState.GIVEN:
-            self._take()
+            self._take_back()
         is_empty = self.slot.content != self.index
         if is_empty:
             self.slot.open(self.index)
@@ -207,7 +207,7 @@ class UnitGrads:
             current.wait_stream(stream)
         return current
 
-    def _take(self) -> None:
+    def _take_back(self) -> None:
         """Take ``.grad`` of all parameters, until `give`. Autograd may put another gradient there (of a penalty)."""
         with AsTensors():
             held = list(map(get_grad, map(_sharded_of, self.params)))
@@ -218,7 +218,9 @@ class UnitGrads:
             self.make_memory()  # a new `.grad` of the user's is copied there
             are_same = True
             for param, grad in zip(self.params, held, strict=True):
-                is_same = not param.was_given if grad is None else param.take_grad(grad)
+                param.is_kept = grad is not None
+                is_same = not param.was_given if grad is None else param.adopt_grad(grad)
+                set_grad(param.sharded, None)
                 are_same = are_same and is_same
             if not are_same:
                 self._end_life()
@@ -285,7 +287,7 @@ class UnitGrads:
         with AsTensors():
             used = [param for param in self.params if param.is_used and self.may_have_grad(param)]
             for param in used:
-                param.give_grad(self._life)
+                self._give_to(param)
                 param.is_kept = False  # `is_used` stays: other ranks are told
         self.early.update(used)
         return [param.sharded for param in used]
@@ -296,6 +298,19 @@ class UnitGrads:
             is_over = all(param in self.early or not self.may_have_grad(param) for param in self.params)
         if is_over:
             self.drop()
+
+    def _give_to(self, param: Param) -> None:
+        """Make `given` ``.grad``. A gradient that autograd has put there meanwhile (of a penalty) is added.
+
+        Inside `AsTensors`.
+        """
+        if param.given is None:  # kept over steps: to make and free it takes a quarter of a layer's host time
+            param.given = ShardedTensor.wrap(param.main_grad, param.grad_piece, self._life)
+        if (own := get_grad(param.sharded)) is not None:
+            param.piece.settle()
+            param.given.add_(own)
+        set_grad(param.sharded, param.given)
+        param.was_given = True
 
     def give(self, params: Sequence[Param], used: Sequence[bool] | None) -> list[nn.Parameter]:
         """Make main grads ``.grad`` of parameters that held one, or that ranks have used.
@@ -312,7 +327,7 @@ class UnitGrads:
             for param, is_used in zip(params, used or map(use_of, params), strict=True):
                 is_new = is_used and param not in self.early and (used is None or self.may_have_grad(param))
                 if is_new or param.is_kept:
-                    param.give_grad(self._life)
+                    self._give_to(param)
                 if is_new:
                     new.append(param.sharded)
                 param.is_used = param.is_kept = param.is_left = False
@@ -340,11 +355,28 @@ class UnitGrads:
         for param in params:
             with AsTensors():
                 set_grad(param.unsharded, None)
-            param.discard_grad()
+            param.is_used = param.is_kept = param.is_written_early = param.is_left = False
+            param.lookups.clear()
+            if param.has_room and param.sharded.grad is param.given:
+                param.sharded.grad = None
         self.early.clear()
         self.state, self.has_unreduced = GradState.GIVEN, False  # whatever they were
         if self.slot.content == self.index:
             self.slot.content = None
+
+
+class Lookup(NamedTuple):
+    """The gradient of one look-up's output, of which `write_lookups` makes that of the weight.
+
+    Attributes:
+        grad: [..., width] dtype of the weight.
+        indices: [...], the rows that were looked up.
+        padding: a row without gradient; -1: none.
+    """
+
+    grad: torch.Tensor
+    indices: torch.Tensor
+    padding: int
 
 
 def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:

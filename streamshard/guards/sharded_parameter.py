@@ -148,11 +148,6 @@ def be_whole(param: nn.Parameter) -> None:
         param.__class__ = kind
 
 
-def give_life(param: nn.Parameter, life: Life) -> None:
-    """The memory of `param`, in host memory, holds its values as long as `life` says."""
-    cast(ShardedParameter, param).life = life
-
-
 def own_attributes(param: nn.Parameter) -> dict[str, Any]:
     """The attributes that the user has set on `param` (``p.lr_scale = 2``)."""
     return {key: value for key, value in param.__dict__.items() if key not in _OWN}

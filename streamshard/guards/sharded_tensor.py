@@ -19,7 +19,7 @@ import torch
 from streamshard.errors import ShardingError
 from streamshard.guards.global_ops import PartialNorm, full_norms, no_backward
 from streamshard.guards.piece import Piece
-from streamshard.guards.torch_functions import NORMS, SHAPE, is_metadata, name_of, names, order_of
+from streamshard.guards.torch_functions import ELEMENTWISE, NORMS, SHAPE, is_init, is_metadata, name_of, names, order_of
 from streamshard.nested import map_tensors, tensors_in
 from streamshard.norms import global_extreme, global_norm, global_sum, local_norms
 from streamshard.torch_private import AsTensors, skip, untraced
@@ -128,11 +128,6 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
     return None
 
 
-def is_piece(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` holds one rank's part of something, and other ranks hold the rest."""
-    return isinstance(tensor, PartialNorm) or piece_of(tensor) is not None
-
-
 def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Answer a call. Inside, nothing calls __torch_function__ again."""
     tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
@@ -218,17 +213,15 @@ def _lists_cut_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _wrapped(result: Any, piece: Piece | None, values: tuple[Any, ...]) -> Any:
-    is_new = isinstance(result, torch.Tensor) and not any(result is value for value in tensors_in(values))
+    """`result`, as `piece` if it is a new tensor. A view of a gradient among `values` has the gradient's life."""
+    tensors = tensors_in(values)
+    is_new = isinstance(result, torch.Tensor) and not any(result is tensor for tensor in tensors)
     if piece is None or not is_new or isinstance(result, ShardedTensor):
         return result
-    return ShardedTensor.wrap(result, piece, _life_under(result, values))
-
-
-def _life_under(result: torch.Tensor, values: tuple[Any, ...]) -> Life | None:
-    """The life of the gradient in `values` that shares its memory with `result`; None if there is none."""
-    grads = (value for value in tensors_in(values) if isinstance(value, ShardedTensor) and value.life is not None)
+    grads = (tensor for tensor in tensors if isinstance(tensor, ShardedTensor) and tensor.life is not None)
     storage = result.untyped_storage().data_ptr()  # 0 of no elements: the clone of an empty gradient is no view of it
-    return next((grad.life for grad in grads if grad.untyped_storage().data_ptr() == storage != 0), None)
+    life = next((grad.life for grad in grads if grad.untyped_storage().data_ptr() == storage != 0), None)
+    return ShardedTensor.wrap(result, piece, life)
 
 
 def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
@@ -266,13 +259,8 @@ def _random(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
     full = torch.empty(tensor.piece.full.shape, dtype=tensor.dtype, device=tensor.device)
     # Drawn whole: ranks with one seed would give different elements the same numbers.
     values = tensor.piece.cut(func(full, *args[1:], **given))
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not _is_init(func)):
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_init(func)):
         return tensor.copy_(values)
-
-
-def _is_init(func: Callable[..., Any]) -> bool:
-    """Whether `func` is of torch.nn.init: it fills a parameter without a graph."""
-    return getattr(func, "__module__", None) == "torch.nn.init"
 
 
 # -- numbers of all elements ------------------------------------------------------------------------------------------
@@ -303,11 +291,6 @@ def _foreach_norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kw
     ]
 
 
-def _partial(tensor: ShardedTensor, local: torch.Tensor, order: float, kwargs: Mapping[str, Any]) -> PartialNorm:
-    dtype = kwargs.get("dtype") or tensor.dtype
-    return PartialNorm.wrap(tensor.piece.counted(local), order, tensor.piece.ranks, dtype, tensor.device)
-
-
 def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Mapping[str, Any]) -> Any:
     order, ranks = order_of(func, args, kwargs), tensor.piece.ranks
     local = _on_device(tensor)
@@ -316,12 +299,12 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
         return func(*map_tensors(args, _on_device), **map_tensors(kwargs, _on_device)).to(tensor.device)
     if order is None or has_graph and math.isinf(order):
         refuse(func, tensor)
+    dtype = kwargs.get("dtype") or tensor.dtype
     if not has_graph:
         (norm,) = local_norms([local.detach()], order)
-        return _partial(tensor, norm, order, kwargs)
+        return PartialNorm.wrap(tensor.piece.counted(norm), order, ranks, dtype, tensor.device)
     wide = local.double()
     norm = torch.linalg.vector_norm(wide, order) if wide.numel() else wide.sum()
-    dtype = kwargs.get("dtype") or local.dtype
     return global_norm(norm, order, ranks, tensor.piece.counted, dtype).to(tensor.device)
 
 
@@ -435,21 +418,6 @@ def _refuse_op(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwarg
 
 # -- the closed list --------------------------------------------------------------------------------------------------
 
-
-# Functions, methods, attributes and, without the prefix ``_foreach_``, functions of lists. Underscores are stripped, so
-# a name stands for the in-place operation and the operator too.
-_ELEMENTWISE = names(
-    """
-    abs absolute add addcdiv addcmul alias and bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp
-    clamp_max clamp_min clip clone constant contiguous copy cos cpu cuda data detach div divide double empty_like eq erf
-    erfinv exp expand_as expm1 fill float floor floor_divide floordiv full_like ge grad greater greater_equal gt half
-    iadd iand idiv imul int invert ior ipow isclose isfinite isinf isnan isub itruediv ixor le lerp less less_equal log
-    log1p log2 logical_and logical_not logical_or logical_xor long lt masked_fill maximum minimum mul multiply
-    nan_to_num ne neg negative not_equal ones ones_like or pos positive pow radd rdiv real reciprocal relu remainder
-    requires_grad rfloordiv rmul round rpow rsqrt rsub rtruediv sgn sigmoid sign sin sqrt square sub subtract tanh to
-    true_divide truediv trunc type view_as where xor zero zeros zeros_like
-    """
-)
 _ANSWERS: Mapping[str, _Answer] = {
     **dict.fromkeys(SHAPE, _shape),
     **dict.fromkeys(names("all amax amin any max mean min sum"), _reduce),
@@ -472,8 +440,8 @@ def _look_up(func: Callable[..., Any]) -> _Answer | None:
     if is_metadata(func):
         return None
     name = name_of(func)
-    is_elementwise = name.removeprefix("_foreach_").strip("_") in _ELEMENTWISE
-    other = _elementwise if is_elementwise else _random if _is_init(func) else _refuse_op
+    is_elementwise = name.removeprefix("_foreach_").strip("_") in ELEMENTWISE
+    other = _elementwise if is_elementwise else _random if is_init(func) else _refuse_op
     return _BY_FUNCTION.get(func) or _ANSWERS.get(name, other)
 
 

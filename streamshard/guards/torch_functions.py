@@ -30,6 +30,21 @@ _METADATA = names(
     register_post_accumulate_grad_hook result_type retain_grad storage_offset untyped_storage
     """
 )
+# What a piece computes with this rank's elements: functions, methods, attributes and, without the prefix
+# ``_foreach_``, functions of lists. Underscores are stripped, so a name stands for the in-place operation and the
+# operator too.
+ELEMENTWISE = names(
+    """
+    abs absolute add addcdiv addcmul alias and bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp
+    clamp_max clamp_min clip clone constant contiguous copy cos cpu cuda data detach div divide double empty_like eq erf
+    erfinv exp expand_as expm1 fill float floor floor_divide floordiv full_like ge grad greater greater_equal gt half
+    iadd iand idiv imul int invert ior ipow isclose isfinite isinf isnan isub itruediv ixor le lerp less less_equal log
+    log1p log2 logical_and logical_not logical_or logical_xor long lt masked_fill maximum minimum mul multiply
+    nan_to_num ne neg negative not_equal ones ones_like or pos positive pow radd rdiv real reciprocal relu remainder
+    requires_grad rfloordiv rmul round rpow rsqrt rsub rtruediv sgn sigmoid sign sin sqrt square sub subtract tanh to
+    true_divide truediv trunc type view_as where xor zero zeros zeros_like
+    """
+)
 _TENSORS = names("H T data grad imag mH mT real")  # attributes that are tensors
 _ACCESS = ("__get__", "__set__", "__delete__")
 
@@ -45,6 +60,11 @@ def is_metadata(func: Callable[..., Any]) -> bool:
     name = name_of(func)
     is_attribute = getattr(func, "__name__", "") in _ACCESS
     return name in _METADATA or is_attribute and name not in SHAPE | _TENSORS
+
+
+def is_init(func: Callable[..., Any]) -> bool:
+    """Whether `func` is of torch.nn.init: it fills a parameter without a graph."""
+    return getattr(func, "__module__", None) == "torch.nn.init"
 
 
 @functools.cache

@@ -178,7 +178,7 @@ class WeightGuard:
         self._aliases: list[torch.Tensor] = []  # with the views' version counters: a view may be absent
         self._places: list[int] = []  # of the aliases' views
         self._versions: list[int] = []  # while the weights are in place
-        self._absent: list[int] = []  # while they are not
+        self._absent = ABSENT_VERSION  # of all of them while they are not
         self._before: dict[int, torch.Tensor] = {}  # by index, copies of weights: their .data was read
 
     def watch(
@@ -209,7 +209,6 @@ class WeightGuard:
             self._aliases.append(alias)
             self._places.append(view.place)
             self._versions.append(alias._version)
-            self._absent.append(ABSENT_VERSION)
 
     def use_memory(self, place: int, weights: torch.Tensor, whole: torch.Tensor, inner: str) -> None:
         """Let the parameter at `place` use other memory. The object stays, and its version counters.
@@ -259,19 +258,18 @@ class WeightGuard:
         self._is_shared, self.is_gone = True, False
         self.set_present(False)
 
-    def set_present(self, is_present: bool, *, marks: bool = True) -> None:
-        """The weights are in place, and layers are about to compute; or they may leave their slot.
-
-        Args:
-            is_present: which of the two.
-            marks: change version counters too.
-        """
+    def set_classes(self, *, is_present: bool) -> None:
+        """From now on the weights answer as in place, or as absent. Autograd, which asks versions, sees no change."""
         for view, kind in zip(self.views, self._kinds[is_present], strict=True):
             view.__class__ = kind
-        if is_present and marks:
+
+    def set_present(self, is_present: bool) -> None:
+        """The weights are in place, and layers are about to compute (True); or they may leave their slot (False)."""
+        self.set_classes(is_present=is_present)
+        if is_present:
             self.begin_use()
-        elif marks and self._is_shared:  # weights with a slot of their own stay in it for backward
-            set_versions(self._aliases, self._absent)
+        elif self._is_shared:  # weights with a slot of their own stay in it for backward
+            set_versions(self._aliases, [self._absent] * len(self._aliases))
 
     def set_class(self, place: int, *, is_present: bool) -> type:
         """The weight at `place` alone is in place, or not. Returns its class."""
@@ -287,7 +285,7 @@ class WeightGuard:
     def mark_gone(self) -> None:
         """Gradients take the slot of a resident unit. Until `set_present` the weights are absent, in backward too."""
         self.is_gone = True
-        self.set_present(False, marks=False)
+        self.set_classes(is_present=False)
         set_versions(self._aliases, [ABSENT_VERSION] * len(self._aliases))
 
     def remember(self, index: int) -> None:
@@ -312,11 +310,11 @@ class WeightGuard:
         if changed:
             _refuse(self.names[min(changed)], "was changed in place")
 
-    def renew_marks(self) -> None:
+    def end_pass(self) -> None:
         """A forward has ended: a backward that reads the weights raises. See [Note: absent weights]."""
         if self._is_shared:
-            self._absent = [number + 1 for number in self._absent]
-            set_versions(self._aliases, self._absent)
+            self._absent += 1
+            set_versions(self._aliases, [self._absent] * len(self._aliases))
 
     def _bytes(self, index: int) -> torch.Tensor:
         """[n bytes] uint8: bytes are compared, so NaN equals NaN, and 0 differs from -0."""

@@ -30,8 +30,9 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from streamshard.core.graph_hooks import refuse_without_room
-from streamshard.core.params import Lookup, Param
+from streamshard.core.params import Param
 from streamshard.core.unit import Unit
+from streamshard.core.unit_grads import Lookup
 from streamshard.errors import ConfigError, ShardingError, StateError
 from streamshard.guards.weights import WeightGuard, weight_at
 from streamshard.layer_major.own_state import Attributes, ThreadState, Values, take_state
@@ -48,17 +49,12 @@ _anchor = torch.zeros((), requires_grad=True)  # lets a cut have a node
 
 
 class _Cut(torch.autograd.Function):
-    """A tensor under a new node, which leads nowhere. It may be changed in place, unlike a leaf."""
+    """A tensor under a new node, which never runs. It may be changed in place, unlike a leaf."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """`tensor`, in the same memory."""
         return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        """Never runs: backward takes the gradient that comes here."""
-        return None, None
 
 
 _cut: Callable[..., torch.Tensor] = _Cut.apply

@@ -231,7 +231,7 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
     first = {param.ndim: tuple(min(size, _DIM) for size in param.shape) for param in reversed(params)}
     shapes = [first[ndim] for ndim in sorted(first) for _ in range(_EACH)]
     device = torch.device("cpu") if params[0].is_meta else params[0].device
-    forked: Any = {"devices": []} if device.type == "cpu" else {"devices": [device], "device_type": device.type}
+    forked: Any = {"devices": [] if device.type == "cpu" else [device], "device_type": device.type}
     options = options_of(group)
     if options.get("lr") == 0:
         options["lr"] = options["lr"] + _LR

@@ -189,10 +189,6 @@ class FlatParamKind(NamedTuple):
     is_packed: bool = False
     is_expert: bool = False
 
-    def on_one_rank(self) -> FlatParamKind:
-        """The kind where nothing is sent: no rounding to dtypes of messages."""
-        return self._replace(wire_dtype=self.compute_dtype, grad_dtype=torch.float32, mode=ReductionMode.FP32)
-
 
 def kind_of(dtype: torch.dtype, precision: Precision, *, trains: bool, in_fp32: bool) -> FlatParamKind:
     """The kind of the flat parameter that a parameter belongs to.
@@ -293,8 +289,8 @@ def plan_units(
         weights = wire = grads = range(0)
         for kind, params in _by_kind(unit.params, precision, in_fp32):
             n_ranks = expert_ranks if kind.is_expert else world_size
-            if n_ranks == 1:
-                kind = kind.on_one_rank()
+            if n_ranks == 1:  # nothing is sent, so nothing is rounded to a message's dtype
+                kind = kind._replace(wire_dtype=kind.compute_dtype, grad_dtype=torch.float32, mode=ReductionMode.FP32)
             if kind.trains and not adds_in_slots:
                 kind = kind._replace(grad_dtype=kind.compute_dtype)  # gradients take the place of weights
             memory = [form_of(found.param).memory(found.param) for found in params]

@@ -4,8 +4,7 @@
         ...
         note(loss)
 
-A digest is a sum over elements: the bits of each one, times an odd number that depends on its place, modulo 2^64. So it
-does not depend on how elements are cut over ranks, nor on an order.
+A digest is a `sum_of_bits`, which does not depend on how elements are cut over ranks.
 """
 
 from __future__ import annotations
@@ -27,24 +26,11 @@ from streamshard.core.optimizer_kinds import params_in
 from streamshard.core.params import Param
 from streamshard.errors import ConfigError, StreamShardError
 from streamshard.guards.sharded_parameter import data_of, grad_of
+from streamshard.nested import sum_of_bits
 from streamshard.torch_private import AsTensors
 
 _FORMAT = 3
 _KINDS = ("gradients", "weights")
-_CHUNK = 1 << 20  # elements, which take 8 bytes each on the way
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_GOLDEN = -7046029254386353131  # 2^64 divided by the golden ratio, as int64
-
-
-def _digest(values: torch.Tensor, start: int) -> torch.Tensor:
-    """[] int64, of elements `start` and following."""
-    bits = values.detach().reshape(-1).view(_BITS[values.dtype.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for first in range(0, len(bits), _CHUNK):
-        part = bits[first : first + _CHUNK].long()
-        places = torch.arange(len(part), device=part.device).add_(start + first)
-        total += part.mul_(places.mul_(_GOLDEN).bitwise_or_(1)).sum()  # odd factors lose no bit
-    return total
 
 
 class _Writer:
@@ -65,7 +51,7 @@ class _Writer:
     def note(self, loss: torch.Tensor) -> None:
         """A loss of the step: one number."""
         device = self._losses.device
-        self._losses[0] += _digest(loss.detach().double(), 0).to(device)
+        self._losses[0] += sum_of_bits(loss.double()).to(device)
         self._losses[1] += 1
 
     def before_step(self, optimizer: Any, *given: Any) -> None:
@@ -98,7 +84,7 @@ class _Writer:
     def _own(self, param: Param, values: torch.Tensor) -> torch.Tensor:
         """The part of a digest that this rank adds: copies count once."""
         with AsTensors():
-            own = _digest(values.as_subclass(torch.Tensor).to(self._engine.streams.device), param.local.start)
+            own = sum_of_bits(values.as_subclass(torch.Tensor).to(self._engine.streams.device), param.local.start)
         return own if param.piece.counts else own.zero_()
 
     def _write(self, digests: Mapping[tuple[Param, str], str], losses: str) -> None:

@@ -31,10 +31,8 @@ class Stage:
         weight_slots, grad_slots: the arguments of `StreamShard`.
         memory: the planned ``memory_report()``.
         total_bytes, host_total_bytes: the sums on the device and in host memory, with those for Adam.
-        all_gathers, reductions: the number of collectives in one forward and one backward, which are a step without
-            accumulation, or by ``model.accumulate``.
-        sent_bytes: bytes that the rank sends for these collectives, inside its replica.
-        outer_bytes: bytes that it sends to other replicas in a step.
+        sent_bytes: bytes that the rank sends inside its replica in one forward and one backward, which are a step
+            without accumulation, or by ``model.accumulate``.
         exchanged: by pass; and `loop`, of a forward and a backward of a loop over micro-batches.
     """
 
@@ -44,10 +42,7 @@ class Stage:
     memory: MemoryReport
     total_bytes: int
     host_total_bytes: int
-    all_gathers: int
-    reductions: int
     sent_bytes: int
-    outer_bytes: int
     exchanged: Exchanged
     loop: Exchanged
 

@@ -96,12 +96,8 @@ class Plan:
         count, of_all = self.accumulate, "" if self.accumulate is None else f" of {self.accumulate} micro-batches"
         lines += [
             f"\nsent by a rank in a step{of_all}" + ", activations aside" * (self.tp * self.ep > 1),
-            row("  all-gathers", (stage.all_gathers for stage in self.stages)),
-            row("  reductions", (stage.reductions for stage in self.stages)),
             row(f"  {unit_name}", (size(stage.sent_bytes) for stage in self.stages)),
         ]
-        if self.replicas > 1:
-            lines.append(row(f"  {unit_name} to other replicas", (size(stage.outer_bytes) for stage in self.stages)))
         if count is not None:
             lines.append(row(f"  {unit_name} in a loop", (size(each.loop.sent_bytes(count)) for each in self.stages)))
         lines += [
@@ -196,9 +192,6 @@ def plan(
         ConfigError: an argument cannot be used.
         ShardingError, UnitError: as from `StreamShard`.
     """
-    if "mesh" in given:
-        what = "mesh: a plan is of the ranks that share one replica of the model, world_size says how many"
-        raise ConfigError(f"{what}, and replicas how many replicas there are")
     budget_bytes = None if budget is None else parse_bytes("budget", budget)
     if world_size is None and budget is None:
         raise ConfigError("world_size=None: wanted the number of ranks, or a budget, for the fewest ranks that fit")

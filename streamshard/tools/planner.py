@@ -159,19 +159,9 @@ class Planner(NamedTuple):
         if engine.sums is not None:
             engine.sums.swap()  # gradients are sent from there
             exchanged = _exchanged_of(engine)
-        visits = itertools.chain(*_gathers_of(engine))
-        gathered = [flat for unit in visits for flat in unit.flat_params if flat.layout.params]
-        reduced = [flat for unit in engine.units for flat in unit.trained]
-        gathers = sum(len(flat.unit_gathers) for flat in gathered if flat.gather_ranks.world_size > 1)
-        reductions = sum(
-            flat.ranks.world_size // flat.reduce_ranks.world_size
-            for flat in reduced
-            if flat.reduce_ranks.world_size > 1
-        )
         here = report.total_bytes + report.adam_bytes + report.chunk_bytes
         on_host = report.host_total_bytes + report.host_adam_bytes
-        counts = gathers, reductions, exchanged.sent_bytes(1), _sent_over_replicas(engine)
-        return Stage(name, weights, grads, report, here, on_host, *counts, exchanged, loop)
+        return Stage(name, weights, grads, report, here, on_host, exchanged.sent_bytes(1), exchanged, loop)
 
     def units(self) -> list[PlannedUnit]:
         """The units, root unit first. Equal streamed units of a class, or resident ones of a list, are one entry."""
@@ -196,6 +186,9 @@ def planning(
     accumulate: int | None,
 ) -> Iterator[Planner]:
     """Inside, the planner that is yielded plans `model` for `ranks`. For arguments and errors see `plan`."""
+    if "mesh" in given:
+        what = "mesh: a plan is of the ranks that share one replica of the model, world_size says how many"
+        raise ConfigError(f"{what}, and replicas how many replicas there are")
     if not isinstance(ranks.replicas, int) or ranks.replicas < 1:
         raise ConfigError(f"replicas={ranks.replicas!r}: wanted a positive number")
     if accumulate is not None and accumulate < 2:
@@ -328,23 +321,3 @@ def _exchanged_of(engine: Engine) -> Exchanged:
         for flat in reduced
     )
     return Exchanged(forward, backward, grads, engine.plan.keeps_weights, engine.plan.keeps_grads)
-
-
-def _sent_over_replicas(engine: Engine) -> int:
-    """Bytes that the rank of a planned engine sends to other replicas in a step: gradients, and weights if cut."""
-    outer, replicas, total = engine.outer, engine.reductions.replicas, 0
-    for flat in (flat for unit in engine.units for flat in unit.trained):
-        numel = flat.layout.shard_numel
-        if outer is not None:
-            receivers = outer.ranks.world_size - 1
-            total += receivers * numel * flat.kind.wire_dtype.itemsize
-            if outer.is_in_order:
-                dtype = flat.reduce_ranks.transport.sent_dtype(flat.kind.mode, flat.grads.dtype)
-                total += receivers * flat.gather_ranks.world_size * numel * dtype.itemsize
-            else:
-                total += receivers * numel * torch.float32.itemsize
-        elif replicas is not None:
-            count = replicas.ranks.world_size
-            # A ring reduces, and gathers.
-            total += 2 * (count - 1) * numel * torch.float32.itemsize // count
-    return total

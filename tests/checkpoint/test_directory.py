@@ -55,8 +55,7 @@ def test_the_last_save_is_the_latest_whatever_clocks_and_numbers_say(
 def test_numbers_go_on_from_the_largest(tmp_path: Path) -> None:
     """Of directories that are called like a checkpoint, whole or not."""
     assert next_number(tmp_path / "nothing") == next_number(tmp_path) == 1
-    too_long = f"checkpoint-{'9' * 200}"
-    for name in ("checkpoint-7", "checkpoint-12-2", "checkpoint-9.0a1b2c3d.partial", "other-50", too_long):
+    for name in ("checkpoint-7", "checkpoint-12-2", "checkpoint-9.0a1b2c3d.partial", "other-50"):
         (tmp_path / name).mkdir()
     assert next_number(tmp_path) == 13
 

@@ -10,8 +10,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -216,32 +214,6 @@ def test_an_export_waits_for_the_save_in_the_background(context: RankContext, tm
         threading.Timer(0.2, may_write.set).start()
         export_safetensors(run.model, tmp_path)
     assert saving.wait() == latest(tmp_path) == tmp_path / "checkpoint-1"
-
-
-_FAILS_LAST = """
-import atexit, resource, sys, torch
-atexit.register(print, "an earlier handler has run")
-from streamshard import StreamShard, save_checkpoint
-torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-model = StreamShard(torch.nn.Sequential(torch.nn.Linear(32, 32)), ["0"])
-resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))  # as a full disk
-try:
-    save_checkpoint(sys.argv[1], model, wait=False).wait()
-except Exception:
-    print("the error was caught")
-save_checkpoint(sys.argv[1], model, step=7, wait=False)
-"""
-
-
-@pytest.mark.ranks
-def test_a_process_whose_last_save_fails_says_so_and_ends_with_an_error(tmp_path: Path) -> None:
-    """But for an error that its program has had. All handlers run, and output is complete."""
-    done = subprocess.run([sys.executable, "-c", _FAILS_LAST, tmp_path / "run"], capture_output=True, text=True)
-    assert all(f"{words}\n" in done.stdout for words in ("handler has run", "the error was caught")), done.stdout
-    assert "File too large" in done.stderr
-    told = re.findall("this process ends without the checkpoint (.*), and with status 120", done.stderr)
-    assert (done.returncode, told) == (120, [f"{tmp_path}/run/checkpoint-7"])
-    assert not any((tmp_path / "run").iterdir())
 
 
 def _break_writing(context: RankContext, rank: int, error: BaseException) -> Any:

@@ -146,7 +146,7 @@ def _as_tensor(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = N
 def without_guards() -> Iterator[None]:
     """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces."""
     with contextlib.ExitStack() as stack:
-        for name in ("check", "set_present", "begin_use", "end_use", "renew_marks", "mark_gone", "remember"):
+        for name in ("check", "set_classes", "set_present", "end_use", "end_pass", "mark_gone", "remember"):
             stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
         for owner, names in (
             (Members, ["check"]),

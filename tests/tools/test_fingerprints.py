@@ -37,8 +37,10 @@ def _run(context: RankContext, path: str, fault: str = "", *, tokens_of: int = 0
         for step in range(STEPS):
             for index in range(context.rank, 6, context.world_size):
                 tokens = token_batch(step + tokens_of * (step == 2), index)
-                loss = next_token_loss(model(tokens), tokens) / 6
+                loss = next_token_loss(model(tokens), tokens).double() / 6
+                number = loss.item()
                 note(loss)
+                assert loss.item() == number  # it was read in place
                 loss.backward()
             model.clip_grad_norm_(0.01)
             if fault and step == 1:
