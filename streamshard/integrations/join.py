@@ -97,7 +97,7 @@ class UnevenInputs:
         """
         engine = self._engine
         if self._is_complete:
-            self._model.zero_grad()
+            self._model.zero_grad()  # of this rank's own last step too: its loop may not have cleared them
         try:
             announced = self._announce(None)
             engine.set_synced(not announced.no_sync)
@@ -141,7 +141,7 @@ class UnevenInputs:
             if self._engine.ranks.grad_divisor == self._divisor:  # else it is the user's factor
                 self._engine.reductions.divide_by(float(self._engine.ranks.world_size))
             self._engine.progress.has_stepped = True  # ranks without inputs may have taken no step
-            self._model.__dict__.pop("_join_config", None)
+            self._model.__dict__.pop("_join_config", None)  # torch's Join sets it, and leaves it enabled
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
 

@@ -138,7 +138,7 @@ class RunLog:
         if self._path is not None:
             with self._path.open("a") as file:  # writes the line in one call, so that a killed run leaves whole lines
                 file.write(json.dumps({"step": self._number, **values}) + "\n")
-        self._start = self._clock()
+        self._start = self._clock()  # behind trackers and the file: their time is no step's
         return values
 
     @contextlib.contextmanager
@@ -154,6 +154,7 @@ class RunLog:
 
     def _wait(self) -> float:
         """Wait until the device has done the interval's steps. Returns this rank's mean loss; 0 without losses."""
+        # Without losses a number on the device: to read it waits as well.
         losses = self._losses or [torch.zeros((), device=self._ranks.streams.device)]
         return torch.stack(losses).double().mean().item()
 
@@ -161,7 +162,7 @@ class RunLog:
         """The interval's values. Collective: one all-reduce, which brings a row of each rank to all ranks."""
         ranks, loss = self._ranks, self._wait()
         own = (loss, self._tokens, self._clock() - self._start, _peak_memory_bytes(ranks.streams))
-        rows = torch.zeros(ranks.total_size, len(own), dtype=torch.float64)
+        rows = torch.zeros(ranks.total_size, len(own), dtype=torch.float64)  # fp64 counts bytes exactly
         rows[ranks.total_rank] = torch.tensor(own, dtype=torch.float64)
         ranks.all_reduce(rows, with_replicas=True)
         losses, tokens, seconds, memory = rows.t().tolist()
