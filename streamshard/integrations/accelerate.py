@@ -199,6 +199,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         inner = _sharded_in(model)
         if inner is None:
             return super().get_state_dict(model, unwrap)
+        # By the class: a model may have a method of this name, which wins.
         return StreamShard.full_state_dict(inner, rank0_only=False)  # type: ignore[arg-type]  # it is one
 
     def save_model(

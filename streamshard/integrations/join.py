@@ -165,7 +165,7 @@ class UnevenInputs:
             if engine.ranks.grad_divisor != self._divisor:
                 what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
                 raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
-            before = self._divisor
+            before = self._divisor  # sums are divided in fp32; scaled gradients would be rounded to their dtype
             self._divisor = engine.ranks.world_size * len(passes) / len(rows)  # replicas average these means
             engine.reductions.scale_unreduced(self._divisor / before)  # divided by the new one with the others
             engine.reductions.divide_by(self._divisor)

@@ -53,7 +53,7 @@ class _Conventions(HuggingFace):
         A module inside a layer keeps its library's class, whose methods raise when they read pieces.
         """
         for module in modules_inside(root):
-            if isinstance(module, ShardedModule):
+            if isinstance(module, ShardedModule):  # else its class is the library's own, for all models
                 for name, method in _methods_of(module, is_root=module is root).items():
                     setattr(type(module), name, method)
 

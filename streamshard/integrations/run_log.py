@@ -196,7 +196,7 @@ def _open(path: Path) -> Path:
 def _peak_memory_bytes(streams: Streams) -> int:
     """The most memory of this rank until now: see `RunLog`."""
     if streams.has_streams:
-        return int(streams.module.max_memory_allocated(streams.device))
+        return int(streams.module.max_memory_allocated(streams.device))  # never reset: others read torch's peak too
     import resource  # not on all systems
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -129,7 +129,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
         self.accelerator.backward = lambda loss, **_: scaled.append(loss)  # Trainer's step ends with it
         try:
-            StreamShard.accumulate(cast(StreamShard, model), waiting, loss_of)
+            StreamShard.accumulate(cast(StreamShard, model), waiting, loss_of)  # the model may have an `accumulate`
         finally:
             del self.accelerator.backward  # the class has its own
         return torch.stack(losses).sum()
@@ -175,7 +175,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             if state.global_step > self._steps:
                 log.step(self._tokens)
                 self._tokens, self._steps = 0, state.global_step
-            self._speeds = log.write() if control.should_log else {}
+            self._speeds = log.write() if control.should_log else {}  # all ranks are here; in a user's `log` maybe one
             is_idle = log.paused() if control.should_evaluate or control.should_save else is_idle
         with is_idle:
             super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -341,11 +341,12 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         ranks = engine_of(self.model).ranks
         files = [Path(checkpoint or "") / each for each in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        # One rank decides for all: loading is collective.
         if checkpoint is None or not ranks.of_first("find a checkpoint", all(file.is_file() for file in files)):
             return  # a checkpoint of save_only_model
 
         def read(file: Path) -> Any:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])  # the large one
 
         state = run_on_all_ranks(ranks, "load", lambda: read(files[0]) if ranks.is_first else None, at=files[0])
         load_optimizer_state_dict(self.model, _inner(self.optimizer), state)

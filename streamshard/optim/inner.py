@@ -140,7 +140,7 @@ class InnerOptimizer:
         own.update({key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)})
         for param, target in self._targets.items():
             if param in state:
-                own[target] = {**own.get(target, {}), **state[param]}
+                own[target] = {**own.get(target, {}), **state[param]}  # what the constructor has put there stays
         if is_loaded:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # the class's own conversion
 

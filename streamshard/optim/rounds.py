@@ -116,7 +116,7 @@ class Rounds:
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator) -> None:
         self._ranks = ranks
         self._ledger_of = rounds[0][0].piece.ledger_of
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []  # one by one: if one cannot be allocated, `__del__` frees the others
         for numels in zip(*map(_buffer_numels, rounds), strict=True):
             self._buffers.append(self._ledger_of().allocate(Category.OPTIMIZER_ROUNDS, max(numels), torch.float32))
         self._rounds = [_Round(params, ranks, self._buffers) for params in rounds]

@@ -107,7 +107,7 @@ class WholeParameterOptimizer(Optimizer):
             self._rounds = Rounds(rounds, trained[0].piece.ranks)
             for own in rounds:
                 owned = {each.param: each.whole for each in own if each.whole is not None}
-                self._parts.append(self._make_inners(owned))
+                self._parts.append(self._make_inners(owned))  # for each round: optimizers count steps in their groups
         for inner in self._inners:
             inner.load(self.state, is_loaded=is_loaded)
         self._bound = self._found()  # last: the next call repeats an error
