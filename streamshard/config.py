@@ -116,6 +116,7 @@ class Precision:
         output = self.output_dtype
         if output is not None and not (isinstance(output, torch.dtype) and output.is_floating_point):
             raise ConfigError(f"output_dtype={output!r}: wanted a floating-point torch.dtype or None")
+        # A string would be a sequence of names of one letter.
         entries = self.fp32_modules
         if not isinstance(entries, list | tuple) or not all(map(_is_name_or_class, entries)):
             raise ConfigError(f"fp32_modules={entries!r}: wanted a list or tuple of names and of module classes")
@@ -207,6 +208,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         count = self.weight_slots
+        # Two: one layer computes while the next one's weights arrive.
         if count is not None and count != "all" and (not _is_int(count) or count < 2):
             raise ConfigError(f"weight_slots={count!r}: wanted an integer of at least 2, 'all', or None")
         if self.grad_slots not in (None, "all"):
@@ -237,7 +239,7 @@ class Settings:
         By default 2, and, but over sockets, none beside the weight slots. On one rank without ``offload`` "all", of
         both.
         """
-        is_alone = world_size == 1 and self.offload is None
+        is_alone = world_size == 1 and self.offload is None  # its all-gathers would only copy
         weights = self.weight_slots or ("all" if is_alone else 2)
         return weights, self.grad_slots or ("all" if is_alone and weights == "all" else None)
 
@@ -312,6 +314,7 @@ def is_utf8(text: str) -> bool:
     return text == text.encode(errors="replace").decode()
 
 
+# Not a drive, which has one letter. Colons too: fsspec chains URLs, as in `simplecache::s3://bucket/run`.
 _URL = re.compile(r"(?!(?:file|local)://)[A-Za-z][A-Za-z0-9+.:-]+:/(/?).*")
 
 
@@ -330,7 +333,7 @@ def parse_url(name: str, path: object) -> str | None:
         return None
     if set("*?[#") & set(text):  # packages delete what a pattern matches, and gcsfs takes "#1" for a version
         raise ConfigError(f"{name}={path!r}: fsspec reads *, ?, [ and # in URLs as patterns or versions: rename it")
-    return re.sub("(?<=[^:/])/+(?=/|$)", "", text)
+    return re.sub("(?<=[^:/])/+(?=/|$)", "", text)  # keeps those of `memory://`
 
 
 def parse_path(name: str, path: object, call: str = "") -> Path:

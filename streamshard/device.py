@@ -73,6 +73,7 @@ def training_device(params: torch.device, group: dist.ProcessGroup | None, wante
     if params.type != "cpu":
         return params
     kind = accelerator()
+    # An accelerator that was never tried is taken only if the parameters are there.
     if kind not in TRIED or kind == "cpu" or wanted == "cpu":
         return params
     module = get_device_module(kind)

@@ -112,7 +112,7 @@ def warn_of_shared_sequences(mesh: DeviceMesh, who: Groups) -> None:
     root, model = root_mesh(mesh), set(_ranks_of(who.all_ranks))
     for name in filter(_OF_SEQUENCES.search, root.mesh_dim_names or ()):
         ranks = _ranks_of(root.get_group(name))
-        if not model.issuperset(ranks) and dist.get_rank() == root.mesh.flatten()[0]:
+        if not model.issuperset(ranks) and dist.get_rank() == root.mesh.flatten()[0]:  # one rank warns
             warn_user(
                 f"mesh= leaves out ranks along {name!r}: ranks {ranks} would train copies of the model that nothing "
                 "averages. If they share sequences (context parallelism), they shard the model together: "
@@ -146,7 +146,7 @@ def axes_of(module: nn.Module, shard: Sequence[int] | None) -> Axes:
         if form.mesh.ndim > 1:
             axes = f"{name!r} is a DTensor on a mesh of axes {form.mesh.mesh_dim_names}: wanted one axis, across the "
             raise ShardingError(axes + 'ranks that shard it (torchtitan: parallelism.spmd_backend="partial_dtensor")')
-        if shard is None and param.ndim > 2 and form.cut_along == 0:
+        if shard is None and param.ndim > 2 and form.cut_along == 0:  # experts are stacked along dim 0
             raise ConfigError(
                 f'{name!r} is a DTensor and may be of experts: give mesh=, such as mesh["dp"] for tensor parallelism, '
                 "or all ranks, mesh=torch.distributed.group.WORLD, for experts"
@@ -181,6 +181,7 @@ def _with_tensor_parallel(who: Groups | None, axis: Axis, beside: dict[int, Axis
     if len(everyone) != who.all_ranks.size() * len(axis.ranks):  # ranks of one axis would be counted twice
         _refuse_to_divide(who, axis)
     parts = Parts(len(axis.ranks), axis.number, group_of_ranks(model, everyone), who.all_ranks, axis=axis.ranks[0])
+    # A group with the same ranks is taken again: NCCL's communicators take hundreds of MB each.
     return who._replace(all_ranks=group_of_ranks(everyone, everyone, parts.model), tensor_parallel=parts)
 
 
@@ -192,7 +193,7 @@ def _with_experts(who: Groups, axis: Axis) -> Groups:
     """
     across = who.tensor_parallel
     model = who.shard if across is None else across.model
-    numbers = refuse_together(who.all_ranks, None, axis.number)
+    numbers = refuse_together(who.all_ranks, None, axis.number)  # nobody refuses: this exchanges numbers
     same = [rank for rank, number in zip(_ranks_of(who.all_ranks), numbers, strict=True) if number == axis.number]
     # If ranks with other parts of matrices are not on the axis, they have copies of this rank's experts.
     has_copies = across is not None and set(axis.ranks).issubset(_ranks_of(who.shard))
@@ -223,6 +224,7 @@ def _refuse_local_adapters(module: Any) -> None:
         if whole is None or not isinstance(form_of(whole), DTensorForm):
             continue
         for key, param in params_of(child).items():
+            # LoRA's A has the inputs of the whole matrix, B its outputs.
             fits = param.shape[-1:] == whole.shape[-1:] or param.shape[:1] == whole.shape[:1]
             if not key.startswith("base_layer.") and param.ndim == 2 and not fits:
                 raise ShardingError(

@@ -116,7 +116,7 @@ log = logging.getLogger("streamshard")
 
 
 def _name_rank(record: logging.LogRecord) -> bool:
-    dist = sys.modules.get("torch.distributed")
+    dist = sys.modules.get("torch.distributed")  # not imported: `streamshard --help` does without torch
     if dist is not None and dist.is_initialized() and dist.get_world_size() > 1:
         record.msg = f"rank {dist.get_rank()}: {record.msg}"
     return True

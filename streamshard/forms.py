@@ -169,7 +169,7 @@ class TorchaoForm(IntegerForm):
         # The others are small: scales, which stay whole.
         self.part = self.inner = max(names, key=lambda name: self._parts[name].nbytes)
         are_plain = all(type(each) is torch.Tensor and each.is_contiguous() for each in self._parts.values())
-        self.can_be_cut = are_plain and self.part in vars(param)
+        self.can_be_cut = are_plain and self.part in vars(param)  # `memory` looks for it there
         self._part_dtype = self._parts.pop(self.part).dtype
 
     def memory(self, param: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class TorchaoForm(IntegerForm):
 
     def facts(self, param: torch.Tensor) -> str:
         """See `Form`."""
-        context = str(self._context).replace(repr(param.device), "")
+        context = str(self._context).replace(repr(param.device), "")  # which differs between ranks
         return f"{self._kind.__name__} {self.part} {tuple(self._size)} {self._dtype} {context}"
 
     def move(self, param: torch.Tensor, device: torch.device) -> None:
@@ -215,8 +215,10 @@ class DTensorForm(Form):
 
     def __init__(self, param: Any) -> None:
         self.kind, self.mesh, self.placements = type(param), param.device_mesh, param.placements
+        # The part lies in its slot in row-major order, whatever strides the DTensor has.
         self._shape, self._stride = param.shape, torch.empty(param.shape, device="meta").stride()
         place, ranks = self.placements[0], self.mesh.size()
+        # By name: `_StridedShard` is private, and in torch 2.13 no `Shard`.
         self.cut_along = place.dim % len(self._shape) if type(place).__name__ in ("Shard", "_StridedShard") else None
         if self.cut_along is not None and self.mesh.ndim == 1 and ranks > 1:
             blocks = getattr(place, "split_factor", 1)  # each is cut: a gate and an up projection, say
@@ -250,8 +252,9 @@ class DTensorForm(Form):
 
     def unsharded(self, memory: torch.Tensor) -> torch.Tensor:
         """See `Form`."""
-        given = {"run_check": False, "shape": self._shape, "stride": self._stride}
+        given = {"run_check": False, "shape": self._shape, "stride": self._stride}  # a check is collective
         with torch.no_grad():
+            # Without a graph: modules compute with a leaf of autograd.
             whole: Any = self.kind.from_local(memory, self.mesh, self.placements, **given)
         whole._is_param = True  # for isinstance(whole, nn.Parameter)
         return cast(torch.Tensor, whole.requires_grad_())
@@ -295,6 +298,7 @@ class _Lowered(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        # An attribute comes as the `__get__` of its descriptor, which has the name.
         name = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else name
         if name not in _ABOUT_LOWERED:
             old = next(each for each in tensors_in((args, kwargs)) if isinstance(each, _Lowered))

@@ -103,7 +103,8 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
-    before = None if writeback else sums_of_bits(full.values())
+    before = None if writeback else sums_of_bits(full.values())  # not versions: `.data` has its own
+    # For all optimizers, also those that are made inside.
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {param.sharded for param in full}))
     edited: dict[Param, torch.Tensor] = {}
     failure: Exception | None = None
@@ -189,7 +190,7 @@ def warn_of_different_copies(engine: Engine) -> None:
     if ranks.n_parts == 1:
         return
     if engine.host is not None:
-        engine.host.settle()
+        engine.host.settle()  # `data_of` does not
     copies = [param for param in engine.params if not param.piece.box]
     first: dict[int, tuple[int, list[int]]] = {}
     sums = sums_of_bits(data_of(param.sharded).as_subclass(torch.Tensor) for param in copies)
@@ -221,7 +222,7 @@ def gather_state_dict(engine: Engine, model: nn.Module, *, rank0_only: bool) -> 
         raise_if(failure)
         if not wanted:
             return {}
-        new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}
+        new = {tensor.untyped_storage().data_ptr() for tensor in full.values()}  # these need no copy
         with under_params(engine, full):
             state: dict[str, Any] = model.state_dict()
             for name, value in state.items():  # HQQ's modules give Parameters, which are pieces again afterwards

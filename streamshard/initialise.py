@@ -94,10 +94,11 @@ def compute_buffers(engine: Engine, model: nn.Module, init: Init | None = None, 
             for key, buffer in module._buffers.items():
                 name = join_names(prefix, key)
                 if name in empty and buffer is not None and not buffer.is_meta:
+                    # An empty buffer of floats is full of NaN. One that still has some was filled in part.
                     is_new = buffer is not empty[name] or buffer._version != versions[name]
                     if is_new and not bool(buffer.isnan().any()):
                         filled.append(name)
-                    module._buffers[key] = buffer.to(engine.streams.device)
+                    module._buffers[key] = buffer.to(engine.streams.device)  # it may be a new one
         return filled
 
     engine.fill(run_on_all_ranks(engine.ranks, _DOING, run, ShardingError))
@@ -154,7 +155,7 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
                 "on the meta device. Read shapes only, or load the weights that need them by load_state_dict: "
                 f"{error}"
             ) from error
-    engine.check_structure()
+    engine.check_structure()  # raises if a parameter or module was replaced
     drawn = {param: full[param] for param in params}
     left = [each.name for each, new in drawn.items() if bool(new.isnan().any()) or new.shape != each.piece.shape]
     _refuse_left(left, model, "parameter")
@@ -217,6 +218,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Inside, torch draws the numbers that follow ``torch.manual_seed(seed)``. Generators get their old states back."""
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):
+        # `torch.manual_seed` seeds all devices, of which `fork_rng` restores this one alone.
         torch.default_generator.manual_seed(seed)
         if devices:
             module_of(device).manual_seed(seed)

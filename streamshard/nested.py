@@ -126,6 +126,7 @@ def sum_of_bits(tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
     total = bits.new_zeros((), dtype=torch.int64)
     for chunk in bits.split(_CHUNK):
         places = torch.arange(start, start + len(chunk), device=bits.device)
+        # Not in place: `chunk` is a view of the tensor.
         total += (chunk * places.mul_(_GOLDEN).bitwise_or_(1)).sum()  # odd factors lose no bit
         start += len(chunk)
     return total

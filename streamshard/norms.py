@@ -95,7 +95,7 @@ class _GlobalSum(Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, ranks: Communicator) -> torch.Tensor:
         ctx.ranks = ranks
-        total = local.clone(memory_format=torch.contiguous_format)
+        total = local.clone(memory_format=torch.contiguous_format)  # the all-reduce is in place
         ranks.all_reduce(total)
         return total
 
@@ -104,7 +104,7 @@ class _GlobalSum(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         ctx.ranks.all_reduce(total)
-        return total.div_(ctx.ranks.grad_divisor * ctx.ranks.n_parts), None
+        return total.div_(ctx.ranks.grad_divisor * ctx.ranks.n_parts), None  # parts share a loss: it counts once
 
 
 def global_sum(local: torch.Tensor, ranks: Communicator) -> torch.Tensor:

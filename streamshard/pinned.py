@@ -76,7 +76,7 @@ class PinnedMemory:
         for advice in _ADVICE:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 memory.madvise(advice)
-        block = torch.frombuffer(memory, dtype=torch.uint8)
+        block = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory` alive
         if self._device.type == "cuda":
             module: Any = module_of(self._device)
             try:

@@ -84,12 +84,13 @@ def to_dcp(directory: str | os.PathLike[str], out: str | os.PathLike[str]) -> Lo
             except CheckpointException as error:
                 # torch's is a BaseException, and quotes tracebacks.
                 raise next(iter(error.failures.values()))[0] from None
-        sync_directory(partial / root.name)
+        sync_directory(partial / root.name)  # torch syncs the files, not their names
 
     def publish(partial: Path, _: object) -> None:
         os.rename(partial / root.name, root)
         sync_directory(root.parent)
 
+    # After a kill the next save finds partial directories called "model.." and deletes them.
     write_together(RankGroup(), f"write {root}", root.parent, "model", write=write, publish=publish)
     return files.root
 
@@ -147,6 +148,7 @@ def from_dcp(
     weights = {
         key.removeprefix(prefix): files.read(key)
         for key, files in files_of.items()
+        # Without a prefix the optimizer's keys would count too.
         if files.is_tensor(key) and key.startswith(prefix) and (model or not key.startswith(own))
         if "_extra_state" not in key.split(".")  # of a module: it may be a tensor
     }
@@ -203,6 +205,7 @@ def _optimizer_in(
             continue
         taken.add(key)
     numbers = sorted(filter(str.isdecimal, options_of), key=int)
+    # With `flatten_optimizer_state_dict` the keys name parameters instead of groups.
     groups = [options_of[each] for each in numbers] or _joined(options_of)
     for group in groups:
         group["params"] = [f"model/{name}" for name in group.get("params", [])]
@@ -248,6 +251,7 @@ class DcpFiles:
         with self._reading(_METADATA_NAME):
             found = _Unpickler(io.BytesIO((root / _METADATA_NAME).read_bytes())).load()
             self.entries: dict[str, Any] = found.state_dict_metadata
+            # The index of a value, not of a tensor, is pickled without an offset.
             self._storage_data = {(i.fqn, getattr(i, "offset", None)): info for i, info in found.storage_data.items()}
 
     @contextlib.contextmanager
@@ -273,9 +277,10 @@ class DcpFiles:
             if not self.is_tensor(key):
                 return self._load(key, None)
             entry = self.entries[key]
+            # torch's `TensorProperties` pickles as a tuple, dtype first.
             shape, dtype = entry.size, entry.properties.state[0]
             boxes = [[*zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in entry.chunks]
-            if not are_tiles(shape, boxes):
+            if not are_tiles(shape, boxes):  # elements of no piece would stay uninitialised
                 raise CheckpointError(f"its pieces do not hold each element of a tensor of shape {list(shape)} once")
             whole = torch.empty(shape, dtype=dtype)
             for chunk, box in zip(entry.chunks, boxes, strict=True):
@@ -319,4 +324,4 @@ class _Record:
         """Ignore arguments: DCP's objects get their attributes from ``__setstate__``."""
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})  # else a tuple: see `read`

@@ -133,6 +133,7 @@ def no_checkpoint(directory: Location, why_of: Mapping[Location, str]) -> Checkp
 
 def next_number(directory: Location) -> int:
     """One more than the largest number in the names of checkpoints in `directory`."""
+    # Names of partial directories count too: a save under way has its number.
     return max((number_in(name) or 0 for name in storage_of(directory).names()), default=0) + 1
 
 
@@ -320,6 +321,7 @@ def publish_checkpoint(partial: Location, manifest: Manifest, keep: int | None) 
     was. After publishing nothing raises: the log names a checkpoint that cannot be deleted. Returns the checkpoint's
     path: ``checkpoint-N``, or ``checkpoint-N-2`` and so on if ``checkpoint-N`` exists, or `partial` on object storage.
     """
+    # Until now only the writer of a file knows that it is there.
     check_sizes(partial, manifest)
     directory = partial.parent
     earlier = survey(directory)

@@ -73,7 +73,7 @@ class Rearrangement(TorchDispatchMode):
         if func is aten.clone.default:  # contiguous() ends here, and a reshape() that copies
             self._record(result, [args[0]], 0)
         elif func in (aten.cat.default, aten.stack.default):
-            dim = args[1] if len(args) > 1 else 0
+            dim = args[1] if len(args) > 1 else 0  # torch leaves out arguments that have their default
             parts = args[0] if func is aten.cat.default else [part.unsqueeze(dim) for part in args[0]]
             self._record(result, parts, dim)
         return result
@@ -217,7 +217,7 @@ def saved_names(model: nn.Module, engine: Engine) -> dict[str, str]:
     """
     source_of = {name: param.name for param in engine.params for name in (param.name, *param.aliases)}
     names: dict[str, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in model.named_modules(remove_duplicate=False):  # a tied module has all of its names
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             name = join_names(prefix, key)
             if tensor is None or key in module._non_persistent_buffers_set:

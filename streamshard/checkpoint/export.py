@@ -180,6 +180,7 @@ def _plan(
     held = {name: list(overlaps(runs, pieces)) for name, runs in runs_of.items()}
     files = plan_files(stored, max_file_bytes, names)
     n_parameters = sum(param.piece.full.numel() for param in engine.params)
+    # The config has the first weight's dtype, as `save_pretrained` writes it.
     first = next((tensor.dtype for tensor in stored.values() if tensor.is_floating_point()), None)
     return ExportPlan(files, held, names, n_parameters, lambda to: conventions().write_config(model, to, first))
 
@@ -293,9 +294,9 @@ def upload(ranks: RankGroup, root: Url, plan: ExportPlan) -> list[str]:
 
     def write(partial: Url) -> list[list[Place]]:
         if len(files) > 1:
-            files[:] = name_files(files, names, partial)
+            files[:] = name_files(files, names, partial)  # in place: `join` and `publish` see it
         if ranks.is_first:
-            with tempfile.TemporaryDirectory() as local:
+            with tempfile.TemporaryDirectory() as local:  # libraries write their configs to file systems only
                 plan.write_config(Path(local))
                 for file in Path(local).iterdir():
                     ObjectStore(root).put(file.name, file.read_bytes())

@@ -60,7 +60,7 @@ class LocalDirectory(Storage):
         return (self.path / name).is_symlink()
 
     def size(self, name: str) -> int:
-        with open_regular(self.path / name) as file:
+        with open_regular(self.path / name) as file:  # opened, which shows whether it may be read
             return os.fstat(file.fileno()).st_size
 
     def read(self, *ranges: tuple[str, int, int]) -> list[bytes]:
@@ -94,7 +94,7 @@ class LocalDirectory(Storage):
                 undo.callback(manifest.close)
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(manifest, fcntl.LOCK_EX)  # waits while another run deletes the directory
-                if (path / MANIFEST_NAME).exists():
+                if (path / MANIFEST_NAME).exists():  # else another run has deleted it meanwhile
                     undo.pop_all()
                     return Partial(path, manifest)
 
@@ -104,7 +104,7 @@ class LocalDirectory(Storage):
     def sweep(self, name: str) -> bool:
         left = self.path / name
         try:
-            with open(left / MANIFEST_NAME, "r+b") as manifest:
+            with open(left / MANIFEST_NAME, "r+b") as manifest:  # for writing: NFS gives no exclusive lock else
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)
         except FileNotFoundError:  # a killed run had begun to delete it
@@ -131,6 +131,7 @@ class LocalDirectory(Storage):
 
     def delete(self, name: str) -> bool:
         old = self.path / name
+        # `access` asks for the real user otherwise, and the rename below for the effective one.
         is_ours = os.access(old, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
         if not is_ours or not os.stat(old).st_mode & stat.S_IWUSR:  # root may write to any
             return False
@@ -144,7 +145,7 @@ def _rename_to_unused(partial: Path, path: Path) -> Path:
     free, place = path, 1
     while True:
         try:
-            if not os.path.lexists(free):
+            if not os.path.lexists(free):  # a rename would replace an empty directory
                 os.rename(partial, free)
                 return free
         except OSError as error:  # another run has just published one with this name
@@ -162,7 +163,7 @@ def open_for_writing(path: Path) -> Iterator[int]:
         CheckpointError: the system has raised an error, inside the context too; names the file.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)  # not truncated: ranks write parts of one file
         with FileIO(descriptor, "w"):
             yield descriptor
             os.fsync(descriptor)

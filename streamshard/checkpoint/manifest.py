@@ -41,7 +41,7 @@ from streamshard.forms import Box, part_of
 
 FORMAT = 10
 
-_PRIME = (1 << 127) - 1
+_PRIME = (1 << 127) - 1  # the bound in `are_tiles` holds for numbers modulo a prime
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
 

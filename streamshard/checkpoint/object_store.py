@@ -29,7 +29,7 @@ SWEPT = "swept"
 """The object that comes when another run deletes the directory."""
 
 _LEFT = re.compile(r"(checkpoint-\d+|model)\.[0-9a-f]{8}")
-_PART_BYTES = 64 << 20
+_PART_BYTES = 64 << 20  # fsspec keeps a part in memory until it is sent
 _MAX_PARTS = 9000  # of an upload; S3 takes 10,000
 
 
@@ -62,7 +62,7 @@ class ObjectStore(Storage):
         url, path = (self.path / name, f"{self._root}/{name}") if name else (self.path, self._root)
         try:
             yield path
-        except FileNotFoundError as error:
+        except FileNotFoundError as error:  # means damage; all others say nothing of the files
             raise FileNotFoundError(errno.ENOENT, f"No such object ({error})", url) from error
         except Exception as error:
             if is_shortage(error):
@@ -99,7 +99,7 @@ class ObjectStore(Storage):
     def is_file(self, name: str) -> bool:
         return self._entries().get(name, -1) >= 0
 
-    _sizes = functools.cached_property(_entries)
+    _sizes = functools.cached_property(_entries)  # one request, not one for each file
 
     def size(self, name: str) -> int:
         if name not in self._sizes:
@@ -125,6 +125,7 @@ class ObjectStore(Storage):
     def writing(self, name: str, size_bytes: int) -> Iterator[Write]:
         part_bytes = max(_PART_BYTES, -(-size_bytes // _MAX_PARTS // CHUNK_BYTES) * CHUNK_BYTES)
         with self._raising_os_errors(name) as path:
+            # Without `with`, which closes the file after an error too. That publishes what was written.
             file = self._fs.open(path, "wb", block_size=part_bytes)
 
         done = 0

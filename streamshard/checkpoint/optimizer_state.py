@@ -109,7 +109,7 @@ def local_state(
     Raises:
         CheckpointError, ShardingError: names state that cannot be saved.
     """
-    take_over_state(optimizer)
+    take_over_state(optimizer)  # it may have state from before sharding, and no step since
     options, tensors = encode(_without_state(optimizer, names), name)
     pieces = TensorPiece.wholes(tensors) if ranks.is_first else []
     state: dict[str, dict[str, Any]] = {}
@@ -118,7 +118,7 @@ def local_state(
         place, values = sharded.get(param), take_apart(optimizer.state.get(param, {}))
         if not (ranks.is_first if place is None else steps_here(owners.get(id(param)), *place)):
             continue
-        cut = place[1] if place is not None and id(param) not in owners else None
+        cut = place[1] if place is not None and id(param) not in owners else None  # None: this rank has all of it
         moments = {} if cut is None else _moments_in(values, cut)
         path = f"{name}/{names[param]}"
         state[names[param]], tensors = encode({**values, **moments}, path)
@@ -181,6 +181,7 @@ def refuse_other_options(name: str, options: Mapping[str, Any], ranks: Communica
     for groups in (theirs["param_groups"] for theirs in ranks.gather_objects(doing, options)):
         told.append({"the optimizer": {"number of groups": len(groups)}})
         for number, own in enumerate(groups):
+            # The order of parameters changes no number either: files name them.
             compared = {key: each for key, each in own.items() if key not in _CHANGE_NO_NUMBER}
             told[-1][f"group {number}"] = {**compared, "params": sorted(own["params"])}
     join_states(name, told)
@@ -287,7 +288,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     wanted = records if ranks.is_first or not rank0_only else {}
     wholes = {name: torch.empty(record.shape, dtype=record.dtype) for name, record in wanted.items()}
     _fill(wholes, records, own, engine)
-    if rank0_only and not ranks.is_first:
+    if rank0_only and not ranks.is_first:  # only now: `_fill` is collective
         return {}
     state = {
         number: put_together(decode(values, lambda name, _: wholes[name], CPU), tuple(param.shape))
@@ -381,6 +382,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict
     owners = owner_ranks(optimizer)
     for key, (values, metas) in saved.items():
         got = {}
+        # Each rank joins each broadcast, also of state that it does not keep.
         for name, (shape, dtype) in metas.items():
             got[name] = torch.empty(shape, dtype=dtype, device=device)
             if ranks.is_first:

@@ -95,7 +95,7 @@ def lay_out(name: str, tensors: Mapping[str, torch.Tensor]) -> FileLayout:
         CheckpointError: a tensor is complex or of another dtype that older versions of safetensors do not read, or a
             name cannot be held.
     """
-    contents: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    contents: dict[str, Any] = {_METADATA: {"format": "pt"}}  # as `save_pretrained` writes it
     places: dict[str, tuple[int, torch.dtype]] = {}
     position = 0
     for each, tensor in tensors.items():
@@ -221,7 +221,7 @@ def in_chunks(layout: FileLayout, held: Held, *, has_header: bool = True) -> Ite
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data  # NumPy has no bf16
 
 
 def digest_of(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -299,11 +299,12 @@ class OpenFiles:
         if name not in self._opened:
             try:
                 if (path := self.storage.mapped(name)) is not None:
+                    # It maps the file: if the disk fails while weights are copied, SIGBUS ends the process.
                     self._opened[name] = safe_open(path, framework="pt")
                 else:
                     self._opened[name] = _RangedFile(self.storage, name, self.storage.size(name))
             except (OSError, *_MALFORMED) as error:  # from None: a traceback may hold commands
-                if is_shortage(error):
+                if is_shortage(error):  # no damage: a load must not take an older checkpoint
                     raise
                 raise CheckpointError(f"cannot read {self.root / name}: {error}") from None
         return self._opened[name]
@@ -327,6 +328,7 @@ class OpenFiles:
         return StoredTensor(tuple(tensor.shape), tensor.dtype, tensor.view(-1))
 
 
+# Whatever the library, Python and the checks below raise for files that anybody may have written.
 _MALFORMED = (SafetensorError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError)
 
 

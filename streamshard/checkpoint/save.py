@@ -194,7 +194,7 @@ def collect(parts: RunParts) -> tuple[dict[str, Any], list[TensorPiece]]:
                 joined = join_states(name, [their_states[name] for their_states, _ in told])
                 saved["optimizers"][name] = {**own.options, "state": joined}
         except RankMismatchError as error:
-            return error
+            return error  # not raised here: it would become a CheckpointError on all ranks
         for name, (tree, _) in trees.items():
             saved["trees"][name] = [theirs[name] for _, theirs in told] if name in differing else [tree]
         return None
@@ -217,6 +217,7 @@ def _differing(found: Sequence[Mapping[str, tuple[str, bool]]]) -> set[str]:
         CheckpointError: one of them has pieces, which belong to all ranks.
     """
     differing = {name for name in found[0] if len({theirs[name][0] for theirs in found}) > 1}
+    # By what all ranks have told: an object may have pieces on some of them, and all have to raise.
     if cut := sorted(name for name in differing if any(theirs[name][1] for theirs in found)):
         raise CheckpointError(f"{', '.join(cut)} has pieces of parameters, and other values that differ between ranks")
     return differing
@@ -341,7 +342,7 @@ def write_checkpoint(
     file = f"rank-{ranks.total_rank:05d}-of-{ranks.total_size:05d}.safetensors"
 
     def write(partial: Location) -> tuple[FileRecord, dict[str, TensorRecord]]:
-        pieces = take()
+        pieces = take()  # waits for the copies here, where ranks hear of each other's errors
         held = {piece.name: [(0, piece.data)] for piece in pieces}
         if len(held) < len(pieces):
             twice = Counter(piece.name for piece in pieces).most_common(1)[0][0]

@@ -60,7 +60,7 @@ class Saving:
             self.path = write()
         except BaseException as error:
             self._error = error
-            log.error("%s", error)
+            log.error("%s", error)  # nobody may call `wait`
 
 
 _running: Saving | None = None

@@ -59,7 +59,7 @@ class StopOnSignal:
         self._before: dict[int, Any] = {}
         global _open
         if _open is not None:
-            _open.close()
+            _open.close()  # so that `_before` gets the user's own handlers
         _open = self
         try:
             for number in signals:
@@ -116,7 +116,7 @@ class StopOnSignal:
             return  # further signals are noted until the process has ended
         self.close()
         if kind is None and self._noted and not self._agreed:
-            finish_running()
+            finish_running()  # the handler usually ends the process
             signal.raise_signal(self._noted)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -129,7 +129,7 @@ _open: StopOnSignal | None = None
 def _after_fork_in_child() -> None:
     global _open
     if _open is not None:
-        os.setpgid(0, 0)
+        os.setpgid(0, 0)  # torchrun signals the group, and torch raises where a worker was killed
         for number, handler in _open._before.items():
             if number != signal.SIGTERM:
                 handler = signal.SIG_IGN

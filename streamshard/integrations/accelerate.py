@@ -61,15 +61,16 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             kwargs.setdefault("cpu", True)  # else accelerate trains each process by itself
         parallelism = kwargs.pop("parallelism_config", None)  # accelerate takes it on GPUs, and with FSDP2 only
         super().__init__(*args, **kwargs)
-        _check_launch(self)
+        _check_launch(self)  # only now does accelerate know its kind and processes
         self._options = options
         self._takes_rows = False  # inside `gather_for_metrics`
         if parallelism is not None:
             self.state.parallelism_config = parallelism
         if self.parallelism_config is not None:
             _check_sizes(self.parallelism_config, self.num_processes)
+            # accelerate's data loaders read it: ranks along "tp" and "cp" get the same rows.
             self.state.device_mesh = self.parallelism_config.get_device_mesh(self.device.type)
-            self._options = {"mesh": _mesh_of(self.parallelism_config), **options}
+            self._options = {"mesh": _mesh_of(self.parallelism_config), **options}  # the user's own mesh= counts
         if self.mixed_precision == "fp16":
             # On the CPU accelerate has neither autocast nor a scaler for fp16, but gradients underflow there too.
             self.native_amp = True
@@ -108,7 +109,9 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             The same object; with a dynamo backend, the result of ``torch.compile``.
         """
         if next(model.parameters(), None) is None:
+            # In training mode accelerate refuses, on an axis "tp", a model without a tensor parallel plan.
             return super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        # accelerate's `compile_regions` makes a second model object, with the layers in new lists.
         plugin = self.state.dynamo_plugin
         if plugin.use_regional_compilation and plugin.backend != DynamoBackend.NO:
             raise ConfigError("use_regional_compilation: leave it out, and call layer.compile() before prepare")
@@ -124,7 +127,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         trained = [param for param in model.parameters() if param.requires_grad and evaluation_mode]
         try:
             for param in trained:
-                param.requires_grad_(False)
+                param.requires_grad_(False)  # a parameter that is frozen now gets no main grads
             device = engine_of(StreamShard(model, **options)).ranks.streams.device
         finally:
             for param in trained:
@@ -147,6 +150,8 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
 
     def gather(self, tensor: Any) -> Any:
         """As in accelerate: from all processes."""
+        # accelerate's `gather_for_metrics` calls this, and then cuts off rows that fill up the last batch. So rows of
+        # other ranks along "tp" have to go here.
         gathered = super().gather(tensor)
         if not self._takes_rows:
             return gathered
@@ -180,7 +185,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Like accelerate's. Clips a sharded model's gradients as `StreamShard.clip_grad_norm_` does."""
         params: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self.unscale_gradients()
+        self.unscale_gradients()  # accelerate's own does, so users do not
         for model in filter(None, map(_sharded_in, self._models)):
             engine = engine_of(model)
             if {shard.sharded for shard in engine.params}.issuperset(params):
@@ -194,6 +199,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
         inner = _sharded_in(model)
         if inner is None:
             return super().get_state_dict(model, unwrap)
+        # By the class: a model may have a method of this name, which wins.
         return StreamShard.full_state_dict(inner, rank0_only=False)  # type: ignore[arg-type]  # it is one
 
     def save_model(
@@ -250,7 +256,7 @@ class StreamShardAccelerator(Accelerator):  # type: ignore[misc]  # accelerate i
             if name in saved.by_rank:
                 if self.is_main_process:
                     log.warning("%s: its position differs between the ranks that saved it: its epoch starts anew", name)
-                _load_loader(loader, {**saved.by_rank[name][0], "stateful": {}})
+                _load_loader(loader, {**saved.by_rank[name][0], "stateful": {}})  # all ranks had one epoch
             elif name in saved:
                 _load_loader(loader, saved[name])
         self.step = saved["accelerator"]["step"]
@@ -309,7 +315,7 @@ def _check_sizes(parallelism: ParallelismConfig, processes: int) -> None:
         raise ConfigError("ParallelismConfig(sp_size=...) is DeepSpeed's: take cp_size, and exchange keys and values")
     if parallelism.cp_enabled and parallelism.dp_replicate_enabled:
         raise ConfigError("ParallelismConfig(dp_replicate_size=..., cp_size=...): leave one of them out, or give mesh=")
-    if parallelism.total_size not in (1, processes):
+    if parallelism.total_size not in (1, processes):  # 1: no axis is given
         raise ConfigError(f"{parallelism!r} is of {parallelism.total_size} processes, and {processes} were launched")
 
 
@@ -318,6 +324,7 @@ def _mesh_of(parallelism: ParallelismConfig) -> Any:
     mesh, names = parallelism.device_mesh, [*parallelism.dp_dim_names]
     if not parallelism.cp_enabled:
         return mesh[tuple(names)] if names else None
+    # Ranks along "cp" have parts of the same rows, so their gradients belong to one mean.
     return mesh[tuple(parallelism.dp_shard_cp_dim_names)]._flatten("dp_shard_cp")
 
 

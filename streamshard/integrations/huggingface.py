@@ -50,7 +50,7 @@ def builder_of_config(source: str) -> Callable[..., nn.Module]:
         raise ConfigError(f"{source} is read by transformers (pip install transformers): {what}") from error
 
     def build(mesh: DeviceMesh | None = None) -> nn.Module:
-        model = kind(copy.deepcopy(config))
+        model = kind(copy.deepcopy(config))  # constructors write into it, and plans build several models
         if mesh is not None:
             _cut_by_own_plan(model, mesh)
         return cast(nn.Module, model)
@@ -72,7 +72,7 @@ def _cut_by_own_plan(model: Any, mesh: DeviceMesh) -> None:
         )
     names = {*dict(model.named_parameters()), *dict(model.named_modules())}  # a tied head has no weight of its own
     cut(model, mesh, {name: style for name, style in plan.items() if name in names})
-    model.tie_weights()
+    model.tie_weights()  # cutting has replaced each Parameter, tied ones too
 
 
 def is_model_of(module: nn.Module, *libraries: str) -> bool:
@@ -132,6 +132,7 @@ class HuggingFace(Conventions):
                 owner, _, key = name.rpartition(".")
                 params = inner.get_submodule(owner)._parameters
                 if (param := params.get(key)) is not None:
+                    # Both modules initialise a tied weight. What is written to a stand-in on meta is lost.
                     tied.append((params, key, nn.Parameter(torch.empty_like(param, device="meta"))))
         with replacing(*tied):
             cast(Any, module).initialize_weights()
@@ -212,6 +213,7 @@ class HuggingFace(Conventions):
                 for target, tensors in results.items():
                     if target in wanted:
                         made[target] = tensors[0] if isinstance(tensors, list) else tensors
+        # transformers takes names out that a class ignores, such as tables that older versions have saved.
         ignored = types.SimpleNamespace(missing_keys=set(), unexpected_keys=set(stored) - taken)
         cast(Any, model)._adjust_missing_and_unexpected_keys(ignored)
         return ForLoading(made, failed, set(stored) - ignored.unexpected_keys, optional)
@@ -222,10 +224,10 @@ class HuggingFace(Conventions):
             model.save_config(directory)
         if not is_model_of(model, "transformers"):
             return
-        config = copy.deepcopy(model.config)
+        config = copy.deepcopy(model.config)  # the model in memory keeps its dtype
         if dtype is not None:
             config.dtype = str(dtype).removeprefix("torch.")
-        config.architectures = [type(model).__name__]
+        config.architectures = [type(model).__name__]  # StreamShard's class has the original's name
         if model.is_remote_code():
             save_code = importlib.import_module("transformers.dynamic_module_utils").custom_object_save
             save_code(model, directory, config=config)
@@ -260,7 +262,7 @@ def _steps_of(
     for_base = (model.base_model_prefix, wanted)  # positional: transformers 5.17 renamed the first
     steps: dict[str, Any] = {}
     taken: set[str] = set()
-    for key in sorted(stored, key=loading.dot_natural_key):
+    for key in sorted(stored, key=loading.dot_natural_key):  # stacks experts by number: 9 before 10
         name, pattern = loading.rename_source_key(key, renamings, converters, *for_base)
         if name not in wanted and key in wanted:  # a renaming must not spoil a name that fits
             name, pattern = loading.rename_source_key(key, [], [], *for_base)
@@ -269,7 +271,7 @@ def _steps_of(
         if pattern is None:
             step, pattern = steps.setdefault(name, loading.WeightRenaming(key, name)), key
         else:
-            step = steps.setdefault(name, copy.deepcopy(by_pattern[pattern]))
+            step = steps.setdefault(name, copy.deepcopy(by_pattern[pattern]))  # one for each target
         step.add_tensor(name, key, pattern, stored[key])
         taken.add(key)
     return steps, taken

@@ -97,7 +97,7 @@ class UnevenInputs:
         """
         engine = self._engine
         if self._is_complete:
-            self._model.zero_grad()
+            self._model.zero_grad()  # of this rank's own last step too: its loop may not have cleared them
         try:
             announced = self._announce(None)
             engine.set_synced(not announced.no_sync)
@@ -141,7 +141,7 @@ class UnevenInputs:
             if self._engine.ranks.grad_divisor == self._divisor:  # else it is the user's factor
                 self._engine.reductions.divide_by(float(self._engine.ranks.world_size))
             self._engine.progress.has_stepped = True  # ranks without inputs may have taken no step
-            self._model.__dict__.pop("_join_config", None)
+            self._model.__dict__.pop("_join_config", None)  # torch's Join sets it, and leaves it enabled
 
     # -- on all ranks -------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class UnevenInputs:
             if engine.ranks.grad_divisor != self._divisor:
                 what = "divide_by_initial_world_size=False and set_gradient_divide_factor both choose the divisor"
                 raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
-            before = self._divisor
+            before = self._divisor  # sums are divided in fp32; scaled gradients would be rounded to their dtype
             self._divisor = engine.ranks.world_size * len(passes) / len(rows)  # replicas average these means
             engine.reductions.scale_unreduced(self._divisor / before)  # divided by the new one with the others
             engine.reductions.divide_by(self._divisor)

@@ -53,7 +53,7 @@ class _Conventions(HuggingFace):
         A module inside a layer keeps its library's class, whose methods raise when they read pieces.
         """
         for module in modules_inside(root):
-            if isinstance(module, ShardedModule):
+            if isinstance(module, ShardedModule):  # else its class is the library's own, for all models
                 for name, method in _methods_of(module, is_root=module is root).items():
                     setattr(type(module), name, method)
 
@@ -93,7 +93,7 @@ def save_on_first(
     """
 
     def take(param: Param, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("cpu", param.dtype, copy=True)
+        return tensor.to("cpu", param.dtype, copy=True)  # `tensor` is a view of a whole flat parameter
 
     engine = engine_of(model)
     full, failure = gather_full(engine, take if engine.ranks.is_first else None, wanted)
@@ -147,17 +147,18 @@ def _save_pretrained(self: Any, save_directory: AnyPath, *args: Any, **given: An
     """
     own = super(type(self), self).save_pretrained  # StreamShard has made the class: the library's is above it
     known = inspect.signature(own).parameters
-    given |= dict(zip(list(known)[1:], args, strict=False))
+    given |= dict(zip(list(known)[1:], args, strict=False))  # without the directory
     if given.get("state_dict") is not None:
         own(save_directory, **given)
         return
     engine = engine_at_rest(not_a_layer(self), "save_pretrained")
     given.pop("is_main_process", None)  # all ranks write
     if has_adapters(self):
+        # On all ranks: `gather_full` wants the same parameters on each.
         wanted = run_on_all_ranks(engine.ranks, "find what PEFT saves", lambda: _wanted(self, given))
         save_on_first(self, parse_path("save_directory", save_directory), functools.partial(own, **given), wanted)
         return
-    max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)
+    max_shard_size = given.pop("max_shard_size", known["max_shard_size"].default)  # 50GB, in diffusers 10GB
     for name in (name for name, value in given.items() if name in known and value != known[name].default):
         how = f"weights = model.full_state_dict() on all ranks, then on rank 0 (.., state_dict=weights, {name}=..)"
         if is_model_of(self, "diffusers"):

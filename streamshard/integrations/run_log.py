@@ -147,7 +147,7 @@ class RunLog:
         if self._path is not None:
             with self._path.open("a") as file:  # writes the line in one call, so that a killed run leaves whole lines
                 file.write(json.dumps({"step": self._number, **values}) + "\n")
-        self._start = self._clock()
+        self._start = self._clock()  # behind trackers and the file: their time is no step's
         return values
 
     @contextlib.contextmanager
@@ -163,6 +163,7 @@ class RunLog:
 
     def _wait(self) -> float:
         """Wait until the device has done the interval's steps. Returns this rank's mean loss; 0 without losses."""
+        # Without losses a number on the device: to read it waits as well.
         losses = self._losses or [torch.zeros((), device=self._ranks.streams.device)]
         return torch.stack(losses).double().mean().item()
 
@@ -170,7 +171,7 @@ class RunLog:
         """The interval's values. Collective: one all-reduce, which brings a row of each rank to all ranks."""
         ranks, loss = self._ranks, self._wait()
         own = (loss, self._tokens, self._clock() - self._start, _peak_memory_bytes(ranks.streams))
-        rows = torch.zeros(ranks.total_size, len(own), dtype=torch.float64)
+        rows = torch.zeros(ranks.total_size, len(own), dtype=torch.float64)  # fp64 counts bytes exactly
         rows[ranks.total_rank] = torch.tensor(own, dtype=torch.float64)
         ranks.all_reduce(rows, with_replicas=True)
         losses, tokens, seconds, memory = rows.t().tolist()
@@ -204,7 +205,7 @@ def _open(path: Path) -> Path:
 def _peak_memory_bytes(streams: Streams) -> int:
     """The most memory of this rank until now: see `RunLog`."""
     if streams.has_streams:
-        return int(streams.module.max_memory_allocated(streams.device))
+        return int(streams.module.max_memory_allocated(streams.device))  # never reset: others read torch's peak too
     import resource  # not on all systems
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

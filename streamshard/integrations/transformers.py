@@ -91,7 +91,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         self._speeds: dict[str, float] = {}  # what Trainer logs next to the loss
         self._staging: Path | None = None  # while Trainer saves a checkpoint: the directory in the place of the run's
         super().__init__(*args, **kwargs)
-        if self.optimizer_cls_and_kwargs is not None:
+        if self.optimizer_cls_and_kwargs is not None:  # Trainer then asks no `get_optimizer_cls_and_kwargs`
             self.optimizer_cls_and_kwargs = _for_pieces(*self.optimizer_cls_and_kwargs)
         self._saving_at_signal = contextlib.ExitStack()
         if getattr(self.args, "enable_jit_checkpoint", False):
@@ -122,7 +122,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
                 return cast(torch.Tensor, super().training_step(model, inputs, *args, **kwargs))
         self._waiting.append(inputs)
         if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
+            return torch.zeros((), device=self.args.device)  # Trainer adds up losses, on one device
         waiting, self._waiting = self._waiting, []
         scaled: list[torch.Tensor] = []
         losses: list[torch.Tensor] = []
@@ -134,9 +134,9 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             loss = scaled.pop() / steps  # as accelerate's ``backward``
             return loss if scaler is None else cast(torch.Tensor, scaler.scale(loss))
 
-        self.accelerator.backward = lambda loss, **_: scaled.append(loss)
+        self.accelerator.backward = lambda loss, **_: scaled.append(loss)  # Trainer's step ends with it
         try:
-            StreamShard.accumulate(cast(StreamShard, model), waiting, loss_of)
+            StreamShard.accumulate(cast(StreamShard, model), waiting, loss_of)  # the model may have an `accumulate`
         finally:
             del self.accelerator.backward  # the class has its own
         return torch.stack(losses).sum()
@@ -150,7 +150,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """
         engine, n_ranks, backward = engine_of(self.model), self.accelerator.num_processes, self.accelerator.backward
         is_multiplied = num_items_in_batch is not None and self.args.average_tokens_across_devices
-        if not is_multiplied or engine.ranks.grad_divisor != n_ranks:
+        if not is_multiplied or engine.ranks.grad_divisor != n_ranks:  # another: the user's, or with cut matrices
             yield
             return
 
@@ -168,7 +168,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
 
     def _count_tokens(self, inputs: Any) -> None:
         """Of a micro-batch, padding too. Trainers with other inputs than ``input_ids`` log no rate of tokens."""
-        if self._run_log is None:
+        if self._run_log is None:  # the constructor has no sharded model yet
             self._tokens, self._steps = 0, self.state.global_step
             self._run_log = RunLog(self.model, self.accelerator, every=None, step=self._steps, **self._rates)
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
@@ -182,7 +182,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             if state.global_step > self._steps:
                 log.step(self._tokens)
                 self._tokens, self._steps = 0, state.global_step
-            self._speeds = log.write() if control.should_log else {}
+            self._speeds = log.write() if control.should_log else {}  # all ranks are here; in a user's `log` maybe one
             is_idle = log.paused() if control.should_evaluate or control.should_save else is_idle
         with is_idle:
             super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -199,7 +199,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         """As in Trainer, which gets a `StreamShardAccelerator`."""
         _refuse(self.args)
         make = functools.partial(StreamShardAccelerator, **self._sharding_options)
-        with replacing((vars(transformers.trainer), "Accelerator", make)):
+        with replacing((vars(transformers.trainer), "Accelerator", make)):  # Trainer has no argument
             super().create_accelerator_and_postprocess()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -253,18 +253,19 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
         def write(staging: Path) -> None:
             with replacing((self.__dict__, "_staging", staging)):
                 save(model, trial)
-            if self.state.best_model_checkpoint == str(staging / path.name):
+            if self.state.best_model_checkpoint == str(staging / path.name):  # where Trainer has seen it
                 self.state.best_model_checkpoint = str(path)
 
         def publish(partial: Path, _: object) -> None:
             # Trainer has written its state with a best checkpoint inside the partial directory.
             self.state.save_to_json(str(partial / path.name / TRAINER_STATE_NAME))
             _replace(path, partial / path.name)
+            # Trainer's own rotation has seen the new checkpoint alone.
             limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
             trainer_utils.rotate_checkpoints(str(root), limit, best, use_mtime=True)
 
         doing = f"save {path}"
-        run_on_first(ranks, doing, lambda: _recover(root))
+        run_on_first(ranks, doing, lambda: _recover(root))  # first: else the rotation misses such a checkpoint
         write_together(ranks, doing, root, "model", write=write, publish=publish)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(path))
@@ -301,7 +302,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             if hasattr(self.model, "save_pretrained"):
                 self.model.save_pretrained(directory)
             else:
-                export_safetensors(self.model, directory, max_shard_size="50GB")
+                export_safetensors(self.model, directory, max_shard_size="50GB")  # as `save_pretrained` of transformers
             run_on_first(ranks, "save a tokenizer", lambda: self._save_beside(directory), at=f"to {directory}")
 
     @property
@@ -347,11 +348,12 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         ranks = engine_of(self.model).ranks
         files = [Path(checkpoint or "") / each for each in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        # One rank decides for all: loading is collective.
         if checkpoint is None or not ranks.of_first("find a checkpoint", all(file.is_file() for file in files)):
             return  # a checkpoint of save_only_model
 
         def read(file: Path) -> Any:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=file == files[0])  # the large one
 
         state = run_on_all_ranks(ranks, "load", lambda: read(files[0]) if ranks.is_first else None, at=files[0])
         load_optimizer_state_dict(self.model, _inner(self.optimizer), state)
@@ -393,10 +395,10 @@ class _SaveAtSignal(TrainerCallback):
 def _replace(path: Path, complete: Path) -> None:
     """Give the checkpoint `complete` the name `path`. An earlier checkpoint of this name stays until this moment."""
     replaced = path.with_name(f"{_REPLACED}{path.name}")
-    if path.exists():
+    if path.exists():  # a rename replaces no directory that has files
         os.replace(path, replaced)
     os.replace(complete, path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)  # the next save deletes the rest
 
 
 def _recover(root: Path) -> None:

@@ -140,7 +140,7 @@ class InnerOptimizer:
         own.update({key: copy.deepcopy(value) for key, value in state.items() if not isinstance(key, torch.Tensor)})
         for param, target in self._targets.items():
             if param in state:
-                own[target] = {**own.get(target, {}), **state[param]}
+                own[target] = {**own.get(target, {}), **state[param]}  # what the constructor has put there stays
         if is_loaded:
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # the class's own conversion
 
@@ -228,6 +228,7 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
         ConfigError: the results differ, a step raises, or it calls torch.distributed.
     """
     name, params = full_name(made.kind), group["params"]
+    # The first parameter of each number of dimensions counts: a dict keeps the last one.
     first = {param.ndim: tuple(min(size, _DIM) for size in param.shape) for param in reversed(params)}
     shapes = [first[ndim] for ndim in sorted(first) for _ in range(_EACH)]
     device = torch.device("cpu") if params[0].is_meta else params[0].device
@@ -259,6 +260,7 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
             "optimizers that keep state[param] of each parameter, and numbers in their groups. For a norm over all "
             "gradients use model.clip_grad_norm_"
         )
+    # A stack has an entry for each parameter of the group, and lies in the state of the first one.
     group_state, other_state, *_ = together.states
     tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
     return frozenset(key for key in tensors.keys() - other_state if tensors[key].shape[:1] == (len(shapes),))
@@ -266,7 +268,9 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
 
 def _are_near(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
     for one, other in zip(wanted, found, strict=True):
+        # The difference of two infinities is NaN.
         is_same = (one == other) | (one.isnan() & other.isnan())
+        # `not ... <=`: a NaN of one side alone makes the norm NaN.
         if not torch.where(is_same, 0.0, one - other).norm() <= _TOLERANCE * one.nan_to_num().norm():
             return False
     return True
@@ -306,7 +310,7 @@ def _try(
     each step the memory of gradients and parameters is overwritten, so that optimizers that keep it get other results.
     Half-way one parameter and its state move to the first owner, as after a checkpoint.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # of the CPU: each device gets the same numbers
     starts, directions = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
     params = [nn.Parameter(start.clone()) for start in starts]
     wholes = {param: nn.Parameter(stand_in(param)) for param in params} if has_owners else {}

@@ -116,7 +116,7 @@ class Rounds:
     def __init__(self, rounds: Sequence[Sequence[WholeParam]], ranks: Communicator) -> None:
         self._ranks = ranks
         self._ledger_of = rounds[0][0].piece.ledger_of
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []  # one by one: if one cannot be allocated, `__del__` frees the others
         for numels in zip(*map(_buffer_numels, rounds), strict=True):
             self._buffers.append(self._ledger_of().allocate(Category.OPTIMIZER_ROUNDS, max(numels), torch.float32))
         self._rounds = [_Round(params, ranks, self._buffers) for params in rounds]
@@ -133,7 +133,7 @@ class Rounds:
         self._event: Any = None  # on a device: `_largest` has arrived
 
     def __del__(self) -> None:
-        if (ledger := self._ledger_of()) is not None:
+        if (ledger := self._ledger_of()) is not None:  # the model may have gone first
             ledger.free(self._buffers)
 
     def run(self, steps: Sequence[Callable[[], None]]) -> None:
@@ -147,10 +147,12 @@ class Rounds:
             RankMismatchError: see `check`. On a CPU nothing was stepped; on a device the error is about the last step.
         """
         self._ranks.refuse_in_hook()
-        self.check()
+        self.check()  # on a device: of the last step
         grads = {id(each): _flat_grad(each) for own in self._rounds for each in own.params}
         self._had_grads = {each.piece.name: grads[id(each)] is not None for own in self._rounds for each in own.params}
+        # Processes hash numbers alike, and text each in its own way.
         self._compare(hash(tuple(self._had_grads.values())) % _DIGEST_RANGE)
+        # On a CPU the result is here already. A device would make the host wait, so the next step looks at it.
         if not self._ranks.streams.has_streams:
             self.check()
         with self._ranks.waiting("an exchange of parameters with their owners"):
@@ -216,7 +218,7 @@ class Rounds:
         _copy(own.arrived)
         for each, whole, grad, weight, _ in own.wholes:
             whole.data = weight
-            whole.grad = grad if grads[id(each)] is not None else None
+            whole.grad = grad if grads[id(each)] is not None else None  # on all ranks or on none: see `check`
 
     def _send_back(self, own: _Round) -> None:
         results = {id(whole): data_of(whole).reshape(-1) for _, whole, *_ in own.wholes}

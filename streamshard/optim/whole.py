@@ -74,7 +74,7 @@ class WholeParameterOptimizer(Optimizer):
         self._rounds: Rounds | None = None  # None: no rank owns a parameter that may get a gradient
         self._parts: list[list[InnerOptimizer]] = [[]]  # the optimizers that step in place; those of each round
         self._error: Exception | None = None  # in the step under way
-        super().__init__(params, {})
+        super().__init__(params, {})  # last: torch calls `add_param_group`, which needs all of these
 
     # -- the optimizers inside --------------------------------------------------------------------------------------
 
@@ -90,14 +90,14 @@ class WholeParameterOptimizer(Optimizer):
         """Make the optimizers inside, if there are other parameters, or some were sharded."""
         if self._bound != self._found():
             if self._rounds is not None:
-                self._rounds.check()
+                self._rounds.check()  # of the last step, before its record goes
             self._bind(is_loaded=False)
 
     def _bind(self, *, is_loaded: bool) -> None:
         self._wholes = self._choose_owners()
         for each in self._wholes:
             if each.whole is None:
-                self.state.pop(each.param, None)
+                self.state.pop(each.param, None)  # its owner has it
         elsewhere = {each.param for each in self._wholes}
         in_place = {param: param for param in params_in(self.param_groups) if param not in elsewhere}
         self._rounds, self._parts = None, [self._make_inners(in_place)]
@@ -107,7 +107,7 @@ class WholeParameterOptimizer(Optimizer):
             self._rounds = Rounds(rounds, trained[0].piece.ranks)
             for own in rounds:
                 owned = {each.param: each.whole for each in own if each.whole is not None}
-                self._parts.append(self._make_inners(owned))
+                self._parts.append(self._make_inners(owned))  # for each round: optimizers count steps in their groups
         for inner in self._inners:
             inner.load(self.state, is_loaded=is_loaded)
         self._bound = self._found()  # last: the next call repeats an error
@@ -196,7 +196,7 @@ class WholeParameterOptimizer(Optimizer):
 
     def _step_inners(self, inners: list[InnerOptimizer]) -> None:
         try:
-            for inner in inners if self._error is None else ():
+            for inner in inners if self._error is None else ():  # after an error only exchanges go on
                 inner.step()
         except Exception as error:  # raised after the exchanges, because other ranks wait for them
             self._error = error
@@ -271,6 +271,7 @@ class WholeParameterOptimizer(Optimizer):
         state: dict[Any, Any] = self.split_stacks(state_dict)["state"]
         super().load_state_dict({**state_dict, "state": {}})  # the classes inside convert the state
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        # Keys that are no numbers belong to no parameter, and stay.
         by_number = dict(zip(numbers, params_in(self.param_groups), strict=True))
         self.state = defaultdict(dict, {by_number.get(number, number): values for number, values in state.items()})
         self._bind(is_loaded=True)

@@ -142,6 +142,7 @@ class DistributedOptimizer(WrappedOptimizer):
             CommunicationError: a rank has died, or did not step.
         """
         ranks = self.engine.ranks
+        # Each thread has a current device of its own, at first device 0.
         with self.lock, on_device(self.engine.streams.device):
             result, error = None, None
             try:
@@ -209,7 +210,7 @@ class LocalSGD(WrappedOptimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The inner optimizer's step, then an average if one is due: a collective for each unit."""
-        with replacing((vars(self.engine.progress), "is_local", False)):
+        with replacing((vars(self.engine.progress), "is_local", False)):  # it refuses all other optimizers' steps
             result = super().step(*args, **kwargs)
         since = self.step_count - self.warmup_steps
         if since >= 0 and since % self.period == 0:

@@ -126,6 +126,7 @@ def estimate_activations(
         ConfigError: the model cannot run without memory.
     """
     names = {module: name for name, module in modules_of(model)}
+    # Layers of a list are checkpointed, resident ones too; embedding and head are not.
     units = [unit for unit in found if not unit.is_resident or list_of(unit.name) != unit.name]
     layers = [names[module] for unit in units for module in unit.modules]
     own = [
@@ -169,6 +170,7 @@ def _peak(
         attention: the context in which they run again; backward leaves a TorchFunctionMode of its caller.
         micro_batches: see `estimate_activations`.
     """
+    # Fake tensors draw no random numbers and have no values, so there is nothing to keep or to compare.
     again: Any = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
     again["context_fn"] = lambda: (contextlib.nullcontext(), attention())
     for layer in map(model.get_submodule, checkpointed):
@@ -329,9 +331,10 @@ class _Kernels(_OnPlainTensors):
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             return True  # models ask: are all values of a mask true? does a sequence fill its row?
+        # Its rule for fake tensors takes no other dtype, its kernel does.
         if func is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return func(*cast(args, torch.bfloat16), **kwargs).to(args[0].dtype)
-        if func is wait_tensor:
+        if func is wait_tensor:  # it copies fake tensors only
             return args[0]
         return func(*args, **kwargs)
 

@@ -79,7 +79,7 @@ def examine(precision: Precision) -> Report | None:
         The report; None on all ranks but the first. If a rank fails, its error is a finding.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    device = training_device(torch.device("cpu"), None, None)
+    device = training_device(torch.device("cpu"), None, None)  # of a model that was built on the CPU
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if device.type != "cpu":
         module_of(device).set_device(device)

@@ -57,13 +57,13 @@ class _Writer:
     def before_step(self, optimizer: Any, *given: Any) -> None:
         """An optimizer is about to step: gradients are final."""
         for param in self._stepped(optimizer):
-            param.piece.settle()
+            param.piece.settle()  # with `offload` clipping comes late
             has_grad = param.sharded.grad is not None
             self._grads[param] = self._own(param, grad_of(param.sharded)) if has_grad else None
 
     def after_step(self, optimizer: Any, *given: Any) -> None:
         """It has stepped. Collective."""
-        if not (params := self._stepped(optimizer)):
+        if not (params := self._stepped(optimizer)):  # of another model
             return
         found: dict[tuple[Param, str], torch.Tensor] = {}
         for param in params:
@@ -72,7 +72,7 @@ class _Writer:
                 found[param, "gradients"] = grad
             found[param, "weights"] = self._own(param, data_of(param.sharded))
         digests = torch.stack([*self._losses, *found.values()])
-        self._engine.ranks.all_reduce(digests)
+        self._engine.ranks.all_reduce(digests)  # sums of int64 wrap around: their order changes no bit
         self._losses.zero_()
         losses, count, *others = (f"{digest & (1 << 64) - 1:016x}" for digest in digests.tolist())
         self._write(dict(zip(found, others, strict=True)), f"{losses} of {int(count, 16)}")
@@ -94,7 +94,7 @@ class _Writer:
         for (param, kind), digest in digests.items():
             line[kind][param.name] = digest
         self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self._file.flush()  # so that a killed run leaves its steps
 
 
 @contextlib.contextmanager

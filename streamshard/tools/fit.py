@@ -152,7 +152,7 @@ def fewest_ranks(fits: Callable[[int], bool]) -> int | None:
     """The smallest number of ranks for which `fits` holds; None if there is none."""
     low, high = 0, 1
     with contextlib.suppress(ConfigError):  # so many ranks do not sum in 16 bits
-        while high <= _MOST_RANKS:
+        while high <= _MOST_RANKS:  # bisection takes it that more ranks need no more memory each
             if fits(high):
                 return low + 1 + bisect.bisect_left(range(low + 1, high), True, key=fits)
             low, high = high, 2 * high

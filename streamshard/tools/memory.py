@@ -94,7 +94,7 @@ def report_memory(engine: Engine) -> MemoryReport:
             dropped += 4 * numel
             # It may have no memory now, and has it at the end of backward.
             held_bytes[Category.MAIN_GRADS.value] += 4 * numel - flat.main_grads.untyped_storage().nbytes()
-    for scratch in {unit.grads.slot.scratch for unit in engine.units}:
+    for scratch in {unit.grads.slot.scratch for unit in engine.units}:  # units share them
         if not scratch.keeps_memory:
             dropped += scratch.buffer.nbytes
             held_bytes[Category.SCRATCH.value] += scratch.buffer.nbytes - scratch.buffer.untyped_storage().nbytes()
@@ -162,7 +162,7 @@ def _report_at_exit() -> None:
     """If the process ends because it is out of memory, log the bytes that each engine holds, and what makes room."""
     if _is_out_of_memory(uncaught()):
         # No list of engines is kept for this.
-        for engine in [each for each in gc.get_objects() if type(each) is Engine]:
+        for engine in [each for each in gc.get_objects() if type(each) is Engine]:  # isinstance runs code of proxies
             log.error("%s", explain_out_of_memory(engine))
         log.error("out of memory: `streamshard plan` says what a rank needs and what fits")
 

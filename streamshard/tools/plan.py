@@ -200,7 +200,7 @@ def plan(
     step = None if step is None else _step_of(step, ranks, tokens, accumulate)
     # A plan's mesh of DTensors exists only inside.
     with planning(model, ranks, units, resident, given, accumulate) as planner:
-        activations = planner.activations(tokens)
+        activations = planner.activations(tokens)  # the same on any number of ranks
         room = None if budget_bytes is None else Room.of(budget_bytes, activations[0], on_gpus=ranks.on_gpus)
         if world_size is None and room is not None:
             planner = _on_fewest_ranks(planner, room)

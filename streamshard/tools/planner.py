@@ -203,7 +203,8 @@ def planning(
         if ranks.ep > 1:
             checked = checked._replace(found=mark_experts(built, checked.found, cut_over))
         dtype, on_gpus = checked.settings.precision.param_dtype, ranks.on_gpus
-        again = None if built is model else build
+        again = None if built is model else build  # a model that was given cannot be built again
+        # If no layers take turns, `model.accumulate` runs the loop.
         at_once = 1 if accumulate is None or all(unit.is_resident for unit in checked.found) else accumulate
         how: dict[str, Any] = {"micro_batches": at_once, "on_gpus": on_gpus, "build": again}
         measure = partial(estimate_activations, built, checked.found, dtype, **how)

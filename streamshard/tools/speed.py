@@ -58,6 +58,7 @@ def measure(ranks: Communicator, numels: Sequence[int], precision: Precision) ->
     Raises:
         CommunicationError: on every rank: a rank has failed.
     """
+    # An upper bound: a shard and all gradients in fp32 take 8 bytes for each element, and padding.
     ranks.share_memory(sum(16 * (numel + 64 * ranks.world_size) for numel in numels), len(numels))
     ranks.recorder.names = ["a measured unit"] * len(numels)
     speeds = []

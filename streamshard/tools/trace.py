@@ -47,6 +47,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     recorder = _Recorder(engine_of(model))
 
     def noting(*, begins: bool) -> Callable[..., None]:
+        # torch.compile breaks its graph here, and does not trace the recorder.
         return skip(lambda *_: recorder.on_event(StepPart.OPTIMIZER, None, begins=begins))
 
     with contextlib.ExitStack() as stack:
@@ -94,7 +95,7 @@ class _Recorder(Observer):
         unit = self._unit_of[tag] if tag is not None and tag < len(self._unit_of) else None
         is_of_flags = tag is not None and unit is None
         found = self._begin(stream, "flags" if is_of_flags else collective.value, unit)
-        if self._issued is None or self._issued[:3] != found[:3]:
+        if self._issued is None or self._issued[:3] != found[:3]:  # else the unit's next flat parameter
             self._issued = found
 
     def on_record(self, fence: Fence) -> None:
