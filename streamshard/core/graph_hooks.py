@@ -24,10 +24,9 @@ from torch import nn
 
 from streamshard.core.backward import Backward, refuse_changed
 from streamshard.core.engine import Engine, Graph, Use
-from streamshard.core.params import Param
+from streamshard.core.params import Lookup, Param
 from streamshard.core.tied import TiedHead
 from streamshard.core.unit import Unit
-from streamshard.core.unit_grads import Lookup
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import weight_at
 from streamshard.nested import tensors_in

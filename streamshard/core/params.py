@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,20 @@ from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors, make_subclass
 
 use_of = operator.attrgetter("is_used")  # of a `Param`
+
+
+class Lookup(NamedTuple):
+    """The gradient of one look-up's output, of which `write_lookups` makes that of the weight.
+
+    Attributes:
+        grad: [..., width] dtype of the weight.
+        indices: [...], the rows that were looked up.
+        padding: a row without gradient; -1: none.
+    """
+
+    grad: torch.Tensor
+    indices: torch.Tensor
+    padding: int
 
 
 class Param:
@@ -79,7 +93,7 @@ class Param:
         self.is_used = self.is_kept = self.is_written_early = self.is_left = False
         self.given: ShardedTensor | None = None
         self.was_given = False
-        self.lookups: list[Any] = []  # of type Lookup
+        self.lookups: list[Lookup] = []
         self.sums: list[torch.Tensor] = []
 
     @property

@@ -19,14 +19,14 @@ import operator
 from collections.abc import Collection, Sequence
 from functools import partial
 from sys import getrefcount
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import StreamName
-from streamshard.core.params import FlatParam, Param, use_of
+from streamshard.core.params import FlatParam, Lookup, Param, use_of
 from streamshard.core.slots import GradSlot
 from streamshard.errors import StateError
 from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
@@ -363,20 +363,6 @@ class UnitGrads:
         self.state, self.has_unreduced = GradState.GIVEN, False  # whatever they were
         if self.slot.content == self.index:
             self.slot.content = None
-
-
-class Lookup(NamedTuple):
-    """The gradient of one look-up's output, of which `write_lookups` makes that of the weight.
-
-    Attributes:
-        grad: [..., width] dtype of the weight.
-        indices: [...], the rows that were looked up.
-        padding: a row without gradient; -1: none.
-    """
-
-    grad: torch.Tensor
-    indices: torch.Tensor
-    padding: int
 
 
 def write_grads(params: Sequence[Param], grads: Sequence[torch.Tensor], *, adds: bool) -> None:

@@ -30,9 +30,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from streamshard.core.graph_hooks import refuse_without_room
-from streamshard.core.params import Param
+from streamshard.core.params import Lookup, Param
 from streamshard.core.unit import Unit
-from streamshard.core.unit_grads import Lookup
 from streamshard.errors import ConfigError, ShardingError, StateError
 from streamshard.guards.weights import WeightGuard, weight_at
 from streamshard.layer_major.own_state import Attributes, ThreadState, Values, take_state
