@@ -169,7 +169,7 @@ def test_each_wait_is_needed(context: RankContext, what: str) -> None:
         checking_streams(device) as checker,
     ):
         model = sharded("micro-batches", BF16, **OFFLOAD)
-        with checker.of(model), without_waits(engine_inside(model).streams, what):
+        with checker.of(model), without_waits(model, what):
             if steps is None:
                 train(model, "micro-batches", context, steps=2)
             else:
@@ -312,7 +312,7 @@ def test_optimizers_of_single_parameters_have_memory_for_their_own_moments_only(
             optimizers = [adamw(nn.ParameterList([param])) for param in (first, *others)]
             host = engine_inside(model).host
             for step in range(4):
-                stack_step(model, Call(step, context.rank, 2, 1.0))
+                stack_step(model, context.call(step))
                 for optimizer in optimizers:
                     optimizer.step()
                 model.zero_grad()
