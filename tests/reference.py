@@ -128,15 +128,20 @@ def only_sharded(do: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
 Step = Callable[[nn.Module, Call], Tensor]
 
 
+def _beside(model: nn.Module, batch: Tensor) -> Tensor:
+    """On the device of the model's parameters."""
+    return batch.to(next(model.parameters()).device)
+
+
 def lm_step(model: nn.Module, call: Call) -> Tensor:
     """Next-token training of a `TinyLM`."""
-    tokens = token_batch(call.step, call.rank)
+    tokens = _beside(model, token_batch(call.step, call.rank))
     return call.backward(next_token_loss(model(tokens), tokens))
 
 
 def stack_step(model: nn.Module, call: Call) -> Tensor:
     """Regression to zero of a `Stack`."""
-    return call.backward(model(vector_batch(call.step, call.rank)).square().mean())
+    return call.backward(model(_beside(model, vector_batch(call.step, call.rank))).square().mean())
 
 
 @dataclass(frozen=True)
@@ -369,12 +374,18 @@ def sharded_model(build: Callable[[], nn.Module] = Stack, **settings: Any) -> An
 
 
 def train_stack(
-    model: nn.Module, optimizer: Any, context: RankContext | None = None, *, first: int = 0, steps: int = 3
+    model: nn.Module,
+    optimizer: Any,
+    context: RankContext | None = None,
+    *,
+    first: int = 0,
+    steps: int = 3,
+    step: Callable[[Any, Call], object] = stack_step,
 ) -> None:
-    """Optimizer steps with `stack_step`: on this rank's batches, or without `context` on the same ones everywhere."""
+    """Optimizer steps with `step`: on this rank's batches, or without `context` on the same ones everywhere."""
     rank, size = (0, 1) if context is None else (context.rank, context.world_size)
     for number in range(first, first + steps):
-        stack_step(model, Call(number, rank, size, 1.0))
+        step(model, Call(number, rank, size, 1.0))
         optimizer.step()
         optimizer.zero_grad()
 

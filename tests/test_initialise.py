@@ -15,7 +15,7 @@ from streamshard import ShardingError, StreamShard, init_weights, load_safetenso
 from tests.families import gpt2, llama, mixtral, t5
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, engine_inside, full_weights, lm_step
+from tests.reference import EXACT, FP32, assert_same, engine_inside, full_weights, lm_step
 from tests.test_meta_device import on_meta
 
 MODELS: list[Callable[[], Any]] = [NormStack, llama, gpt2, t5, mixtral]
@@ -121,7 +121,7 @@ def test_an_init_function_may_write_to_weights_of_any_module(context: RankContex
         reference.load_state_dict(found, strict=False)
         tokens = token_batch(0, context.rank)
         torch.testing.assert_close(model(tokens), reference(tokens))
-        lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+        lm_step(model, context.call(0))
 
 
 class Block(Layer):

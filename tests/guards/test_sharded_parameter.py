@@ -40,8 +40,7 @@ def build() -> nn.Module:
     return nn.Sequential(Layer(), Layer())
 
 
-def sharded() -> Any:
-    return sharded_model(build)
+sharded = functools.partial(sharded_model, build)
 
 
 # -- penalties --------------------------------------------------------------------------------------------------------
@@ -86,22 +85,17 @@ def _logged(norm: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def penalised_step(penalty: Callable[[Any], torch.Tensor]) -> Callable[[nn.Module, Call], torch.Tensor]:
-    """Each rank has another factor: what comes of it is the mean, as of the loss."""
-
-    def step(model: nn.Module, call: Call) -> torch.Tensor:
-        loss = model(vector_batch(call.step, call.rank)).square().mean()
-        return call.backward(loss + 0.01 * (1 + call.rank) * penalty(model))
-
-    return step
-
-
 @on_ranks(2)
 def test_penalties_are_those_of_full_parameters(context: RankContext) -> None:
-    """Values, gradients and what training with them gives."""
+    """Each rank has another factor: what comes of it is the mean, as of the loss."""
     for name, penalty in PENALTIES.items():
+
+        def step(model: nn.Module, call: Call, penalty: Any = penalty) -> torch.Tensor:
+            loss = model(vector_batch(call.step, call.rank)).square().mean()
+            return call.backward(loss + 0.01 * (1 + call.rank) * penalty(model))
+
         with case(name):
-            assert_trains_like_plain(context, Stack, penalised_step(penalty), steps=2, checked=(1,))
+            assert_trains_like_plain(context, Stack, step, steps=2, checked=(1,))
 
 
 # -- what is answered -------------------------------------------------------------------------------------------------

@@ -112,30 +112,27 @@ def _load_counters(model: Any, context: RankContext) -> None:
     train_stack(model, optimizer, context, first=1, steps=2)
 
 
-def _clip(model: Any, call: Call) -> None:
-    """A late step with a factor, which a reader carries out."""
+def _clip(model: Any, context: RankContext) -> None:
+    """A late step with a factor, which a reader carries out. The first one waits for everything."""
     optimizer = adamw(model)
-    for step in range(2):  # the first one waits for everything
-        stack_step(model, call._replace(step=step))
+    for step in range(4):
+        stack_step(model, context.call(step))
         model.clip_grad_norm_(0.1)
         optimizer.step()
-    optimizer.state_dict()
+        if step % 2:
+            optimizer.state_dict()
 
 
-def _change_weights(model: Any, call: Call) -> None:
+def _change_weights(model: Any, context: RankContext) -> None:
     """The cast on the host writes the input that a forward has fetched."""
     with torch.no_grad():
-        model(vector_batch(call.step, call.rank))
-        next(model.parameters()).zero_()
-        model(vector_batch(call.step, call.rank))
+        for step in range(2):
+            model(vector_batch(step, context.rank))
+            next(model.parameters()).zero_()
+            model(vector_batch(step, context.rank))
 
 
-def _twice(steps: Callable[[Any, Call], None], model: Any, context: RankContext) -> None:
-    for step in range(2):
-        steps(model, context.call(step))
-
-
-_ON_TWO = ("clipping", "micro-batches", _skip_layers, functools.partial(_twice, _change_weights))
+_ON_TWO = ("clipping", "micro-batches", _skip_layers, _change_weights)
 _ALONE = (_scale_losses, _change_options, _load_counters)
 
 
@@ -173,7 +170,7 @@ def test_each_wait_is_needed(context: RankContext, what: str) -> None:
             if steps is None:
                 train(model, "micro-batches", context, steps=2)
             else:
-                _twice(steps, model, context)
+                steps(model, context)
 
 
 @on_ranks(1)
