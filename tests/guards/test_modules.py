@@ -134,9 +134,6 @@ def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankCont
             step(model, context.call(9))
 
 
-# -- without guards ---------------------------------------------------------------------------------------------------
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     """Instead of a guard."""
 

@@ -335,9 +335,6 @@ def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, An
         WholeParameterOptimizer(groups, kind, **options)
 
 
-# -- owners ----------------------------------------------------------------------------------------------------------
-
-
 def _rounds(costs: Sequence[float], numels: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:
     params: list[Any] = []
     for index, (cost, numel, owner) in enumerate(zip(costs, numels, owners, strict=True)):

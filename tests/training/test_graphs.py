@@ -108,9 +108,6 @@ def test_a_model_that_differentiates_inside_its_forward_raises(context: RankCont
     assert_trains_like_plain(context, ForceStack, stack_step, resident=layers, precision=FP32)
 
 
-# -- losses of activations from inside layers --------------------------------------------------------------------------
-
-
 class Stashing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

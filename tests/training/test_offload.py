@@ -132,6 +132,17 @@ def _change_weights(model: Any, context: RankContext) -> None:
             model(vector_batch(step, context.rank))
 
 
+def _train_checking_streams(
+    context: RankContext, work: Any, without: Callable[[Any], Any] = contextlib.nullcontext
+) -> None:
+    """Train in the way of a scenario, or as a function does."""
+    scenario = work if isinstance(work, str) else "clipping"
+    with simulated_device() as device, _small_chunks(scenario), checking_streams(device) as checker:
+        model = sharded(scenario, BF16, **OFFLOAD)
+        with checker.of(model), without(model):
+            train(model, work, context) if isinstance(work, str) else work(model, context)
+
+
 _ON_TWO = ("clipping", "micro-batches", _skip_layers, _change_weights)
 _ALONE = (_scale_losses, _change_options, _load_counters)
 
@@ -140,37 +151,19 @@ _ALONE = (_scale_losses, _change_options, _load_counters)
 @pytest.mark.parametrize(("world_size", "work"), [*((2, work) for work in _ON_TWO), *((1, work) for work in _ALONE)])
 def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, work: Any) -> None:
     """FETCH allocates chunks, which STORE reads. Compute allocates factors, options and counters, which FETCH reads."""
-    scenario = work if isinstance(work, str) else "clipping"
-    with simulated_device() as device, _small_chunks(scenario), checking_streams(device) as checker:
-        model = sharded(scenario, BF16, **OFFLOAD)
-        with checker.of(model):
-            if isinstance(work, str):
-                train(model, work, context)
-            else:
-                work(model, context)
+    _train_checking_streams(context, work)
 
 
-# By what a wait guards that the race detector does not see (test_waits), steps that need it; None: the scenario's.
-_WAITS: dict[str, Any] = {"chunk 0": None, "stepped chunks": None, "what compute has written": _clip}
+# What waits guard that the race detector does not see (test_waits), and what needs the wait.
+_WAITS = [("chunk 0", "micro-batches"), ("stepped chunks", "micro-batches"), ("what compute has written", _clip)]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", list(_WAITS))
-def test_each_wait_is_needed(context: RankContext, what: str) -> None:
+@pytest.mark.parametrize(("what", "work"), _WAITS)
+def test_each_wait_is_needed(context: RankContext, what: str, work: Any) -> None:
     """Without it two streams, or a stream and the host, use the same bytes in any order."""
-    steps = _WAITS[what]
-    with (
-        pytest.raises(AssertionError, match="on another stream|was freed"),
-        simulated_device() as device,
-        _small_chunks("micro-batches"),
-        checking_streams(device) as checker,
-    ):
-        model = sharded("micro-batches", BF16, **OFFLOAD)
-        with checker.of(model), without_waits(model, what):
-            if steps is None:
-                train(model, "micro-batches", context, steps=2)
-            else:
-                steps(model, context)
+    with pytest.raises(AssertionError, match="on another stream|was freed"):
+        _train_checking_streams(context, work, lambda model: without_waits(model, what))
 
 
 @on_ranks(1)
@@ -322,9 +315,6 @@ def test_optimizers_of_single_parameters_have_memory_for_their_own_moments_only(
                     assert numel == 2 * sum(map(torch.numel, map(piece_of, (first, *others))))
             results.append(full_weights(model))
     assert_same(*results, "weights", EXACT)
-
-
-# -- late steps that fail ---------------------------------------------------------------------------------------------
 
 
 class Breaking(torch.optim.SGD):

@@ -104,9 +104,6 @@ def compare(context: RankContext, *events: Event, offload: dict[str, Any] = OFFL
         assert_same(outcome(Run(context, offload, **options), events), wanted, "what is seen, state and weights", EXACT)
 
 
-# -- events -----------------------------------------------------------------------------------------------------------
-
-
 def _options_in_place(run: Run) -> None:
     for group in run.optimizer.param_groups:
         group["lr"], group["betas"] = torch.tensor(0.01), (torch.tensor(0.9), torch.tensor(0.99))
