@@ -208,9 +208,11 @@ def test_one_rank_whose_model_is_refused_does_not_leave_the_other_hanging(contex
 @on_ranks(2)
 def test_copying_pickling_and_ddp_raise_with_a_hint(context: RankContext, tmp_path: Path) -> None:
     model: Any = StreamShard(TinyLM(), precision=FP32)
-    for action in (copy.deepcopy, pickle.dumps, copy.copy, lambda m: torch.save(m, tmp_path / f"{context.rank}.pt")):
+    for action in (pickle.dumps, copy.copy, lambda m: torch.save(m, tmp_path / f"{context.rank}.pt")):
         with pytest.raises(StreamShardError, match="full_state_dict|summon_full_params|export_safetensors"):
             action(model)
+    with pytest.raises(StreamShardError, match="shard a second model and load .*full_state_dict"):
+        copy.deepcopy(model)
     with pytest.raises(StreamShardError, match="full_state_dict|summon_full_params|export_safetensors"):
         copy.deepcopy(model.blocks[0])
     with pytest.raises(StreamShardError, match="DistributedDataParallel.*Leave the wrapper out"):
