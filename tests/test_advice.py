@@ -171,26 +171,6 @@ OF_OPTIMIZERS = {
 }  # fmt: skip
 
 
-class Scaled(Stack):
-    """Has a parameter that nothing initialises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(DIM))
-
-
-Reset: Any = type("Reset", (Scaled,), {"reset_parameters": lambda self: nn.init.ones_(self.scale)})
-
-
-def _initialise(build: Callable[[], Any], init: Any = None, loaded: tuple[str, ...] = ()) -> None:
-    model: Any = StreamShard(on_meta(build), precision=FP32)
-    full = build().state_dict()
-    model.load_state_dict({name: torch.ones_like(full[name]) for name in loaded}, strict=False)
-    init_weights(model, init)
-    assert all(param.isfinite().all() for param in full_weights(model).values())
-    assert all(full_weights(model)[name].eq(1.0).all() for name in loaded)
-
-
 def _copy_head(module: Any) -> None:
     if isinstance(module, nn.Linear):
         module.reset_parameters()
@@ -198,11 +178,18 @@ def _copy_head(module: Any) -> None:
         module.head.bias.copy_(module.layers[0].linear.weight[0, :1])
 
 
+def _initialise(*loaded: str) -> None:
+    model: Any = StreamShard(on_meta(Stack), precision=FP32)
+    full = Stack().state_dict()
+    model.load_state_dict({name: torch.ones_like(full[name]) for name in loaded}, strict=False)
+    init_weights(model, _copy_head)
+    assert all(param.isfinite().all() for param in full_weights(model).values())
+    assert all(full_weights(model)[name].eq(1.0).all() for name in loaded)
+
+
 OF_INITIALISATION = {
-    "weights of another unit": Advice(lambda m: _initialise(Stack, _copy_head), "or load the weights that need them",
-                                      lambda m: _initialise(Stack, _copy_head, ("head.weight", "head.bias"))),
-    "a parameter": Advice(lambda m: _initialise(Scaled), r"leaves parameter 'scale' .*: load it, or write reset_param",
-                          lambda m: _initialise(Reset)),
+    "weights of another unit": Advice(lambda m: _initialise(), "or load the weights that need them",
+                                      lambda m: _initialise("head.weight", "head.bias")),
 }  # fmt: skip
 
 

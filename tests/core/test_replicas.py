@@ -223,7 +223,7 @@ def test_meshes_that_cannot_work_are_refused(context: RankContext) -> None:
 
 
 @on_ranks(4)
-def test_memory_and_exports_are_those_of_one_replica(context: RankContext, tmp_path: Path) -> None:
+def test_memory_norms_and_exports_are_those_of_one_replica(context: RankContext, tmp_path: Path) -> None:
     """As of two ranks; four ranks write one file, and rank 0 alone gets the full state."""
     model = sharded("plain", FP32, mesh=mesh_2d(2, 2))
     optimizer = adamw(model)
@@ -232,6 +232,10 @@ def test_memory_and_exports_are_those_of_one_replica(context: RankContext, tmp_p
     held, other = (dict(each.memory_report().held_bytes) for each in (model, pair))
     assert held.pop(Category.FLAGS.value) > other.pop(Category.FLAGS.value)
     assert held == other
+    grads = [grad for grad in full_grads(model).values() if grad is not None]
+    wanted = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    found = {"ours": model.clip_grad_norm_(1e9), "torch's": torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)}
+    assert_same(found, dict.fromkeys(found, wanted), "norm")
     optimizer.step()
     assert export_safetensors(model, tmp_path) == ["model.safetensors"]
     weights, exported = full_weights(model), load_file(tmp_path / "model.safetensors")
