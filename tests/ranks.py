@@ -78,11 +78,8 @@ GRACE_S = 3.0  # how long the other ranks may go on once one has failed
 
 # Warnings of other people's code that no test can avoid: (message, category).
 FOREIGN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    (
-        r"`torch\.jit\.\w+` is deprecated",
-        DeprecationWarning,
-    ),  # by what torch.compile and torch.distributed.optim import
-    (r"`torch\.jit\.\w+` is deprecated", FutureWarning),  # the same in torch 2.15
+    # By what torch.compile and torch.distributed.optim import.
+    *((r"`torch\.jit\.\w+` is deprecated", kind) for kind in (DeprecationWarning, FutureWarning)),
     (r"A saved_tensors_hooks context", FutureWarning),  # by torch 2.15 where checkpoints choose what they keep
     (r"You are using a Backend .* as a ProcessGroup", UserWarning),  # by torch.distributed.rpc about its own group
     (r"'set_vital' is deprecated", UserWarning),  # by torch where torchdata's loader is made

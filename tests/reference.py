@@ -128,15 +128,20 @@ def only_sharded(do: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
 Step = Callable[[nn.Module, Call], Tensor]
 
 
+def _beside(model: nn.Module, batch: Tensor) -> Tensor:
+    """On the device of the model's parameters."""
+    return batch.to(next(model.parameters()).device)
+
+
 def lm_step(model: nn.Module, call: Call) -> Tensor:
     """Next-token training of a `TinyLM`."""
-    tokens = token_batch(call.step, call.rank)
+    tokens = _beside(model, token_batch(call.step, call.rank))
     return call.backward(next_token_loss(model(tokens), tokens))
 
 
 def stack_step(model: nn.Module, call: Call) -> Tensor:
     """Regression to zero of a `Stack`."""
-    return call.backward(model(vector_batch(call.step, call.rank)).square().mean())
+    return call.backward(model(_beside(model, vector_batch(call.step, call.rank))).square().mean())
 
 
 @dataclass(frozen=True)
@@ -369,12 +374,18 @@ def sharded_model(build: Callable[[], nn.Module] = Stack, **settings: Any) -> An
 
 
 def train_stack(
-    model: nn.Module, optimizer: Any, context: RankContext | None = None, *, first: int = 0, steps: int = 3
+    model: nn.Module,
+    optimizer: Any,
+    context: RankContext | None = None,
+    *,
+    first: int = 0,
+    steps: int = 3,
+    step: Callable[[Any, Call], object] = stack_step,
 ) -> None:
-    """Optimizer steps with `stack_step`: on this rank's batches, or without `context` on the same ones everywhere."""
+    """Optimizer steps with `step`: on this rank's batches, or without `context` on the same ones everywhere."""
     rank, size = (0, 1) if context is None else (context.rank, context.world_size)
     for number in range(first, first + steps):
-        stack_step(model, Call(number, rank, size, 1.0))
+        step(model, Call(number, rank, size, 1.0))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -382,35 +393,18 @@ def train_stack(
 class _Collectives(Observer):
     """Records collectives and their units; None: flags, or an average of other things than main grads."""
 
-    def __init__(self, engine: Engine, note: Callable[[Collective, int | None], object]) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.units: dict[Collective, list[int | None]] = {collective: [] for collective in Collective}
-        self._engine = engine
-        self._note = note
+        self._n_units = len(engine.units)
 
-    def on_collective(
-        self,
-        stream: StreamName,
-        collective: Collective,
-        tag: int | None,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-    ) -> None:
-        unit = tag if tag is not None and tag < len(self._engine.units) else None
-        self.units[collective].append(unit)
-        self._note(collective, unit)
+    def on_collective(self, stream: StreamName, collective: Collective, tag: int | None, *_: object) -> None:
+        self.units[collective].append(tag if tag is not None and tag < self._n_units else None)
 
 
 @contextlib.contextmanager
-def heard_collectives(
-    engine: Engine, note: Callable[[Collective, int | None], object] = lambda collective, unit: None
-) -> Iterator[dict[Collective, list[int | None]]]:
-    """What the engine issues inside, in order: for which unit, None for flags.
-
-    Args:
-        engine: whose.
-        note: called with each.
-    """
-    collectives = _Collectives(engine, note)
+def heard_collectives(engine: Engine) -> Iterator[dict[Collective, list[int | None]]]:
+    """What `engine` issues inside, in order: for which unit, None for flags."""
+    collectives = _Collectives(engine)
     with engine.streams.observed_by(collectives):
         yield collectives.units
 
@@ -427,25 +421,23 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _OfTorch(Operators):
+    """Counts torch's own collectives, by name without overload (``_allgather_base_``)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
-def counted_collectives(model: nn.Module) -> Iterator[dict[str, int]]:
-    """Count the collectives issued inside, by name: torch's own without overload (``_allgather_base_``), and ours.
+def counted_collectives(model: nn.Module) -> Iterator[Counter[str]]:
+    """Count collectives inside, by name: torch's and those of the sharded `model`'s engine. They are there at the end.
 
     Those of the engine are operations of torch too where no memory is shared: they count twice.
-
-    Args:
-        model: a sharded model.
     """
-    counts: dict[str, int] = {}
-
-    def count(name: str) -> None:
-        counts[name] = counts.get(name, 0) + 1
-
-    class Counted(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "c10d":
-                count(func.__name__.split(".")[0])
-            return func(*args, **(kwargs or {}))
-
-    with heard_collectives(engine_inside(model), lambda collective, _: count(collective.value)), Counted():
+    counts = Counter[str]()
+    with heard_collectives(engine_inside(model)) as heard, _OfTorch() as of_torch:
         yield counts
+    counts.update({collective.value: len(units) for collective, units in heard.items() if units})
+    counts.update(of_torch.counts)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.streams import Fence, Rule, StreamName, Streams
+from streamshard.comm.streams import Fence, StreamName
 from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, UsingLM, stack_of, vector_batch
 from tests.ranks import Call, RankContext
 from tests.reference import Trouble, adamw, engine_inside, failing, full_weights, lm_step, no_sync, seed, stack_step
@@ -336,29 +336,14 @@ def reference(context: RankContext, scenario: str, precision: Precision) -> dict
 
 
 @contextlib.contextmanager
-def without_waits(streams: Streams, *waits: Rule | str | tuple[str, int]) -> Iterator[None]:
-    """Leave out waits: of rules, of fences by what they guard, or in a line of a file."""
-    wait = Fence.wait
+def without_waits(model: nn.Module, which: str | tuple[str, int]) -> Iterator[None]:
+    """Leave out waits of `model`: of fences by what they guard, or in a line of a file."""
+    streams, wait = engine_inside(model).streams, Fence.wait
 
     def wait_for_others(fence: Fence, target: StreamName | None = None) -> None:
         caller = sys._getframe(1)
-        where = caller.f_code.co_filename, caller.f_lineno
-        if fence._streams is not streams or not {fence.rule, fence.what, where} & {*waits}:
+        if fence._streams is not streams or which not in (fence.what, (caller.f_code.co_filename, caller.f_lineno)):
             wait(fence, target)
 
     with mock.patch.object(Fence, "wait", wait_for_others):
         yield
-
-
-@contextlib.contextmanager
-def dropping(model: nn.Module, *waits: Rule | str | tuple[str, int]) -> Iterator[None]:
-    """Leave out waits of `model`, and clean up at the end. See `without_waits`."""
-    engine = engine_inside(model)
-    try:
-        with without_waits(engine.streams, *waits):
-            yield
-    finally:
-        engine.recover()
-        for unit in engine.units:  # nothing may be under way when its buffers go
-            unit.weight_slot.arrived.complete()
-            unit.grads.slot.drained.complete()

@@ -133,7 +133,6 @@ class SimulatedDevice:
     Attributes:
         host: what Python does with memory by itself.
         compute: the stream that is the current one of each thread at first.
-        synchronizations: how often the host has waited for the device.
         is_capturing: it records a graph.
         kept: the streams that memory is kept for when it is freed, by its address.
         pinned: blocks of host memory, which only the host and copies use.
@@ -144,7 +143,6 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.host = SimulatedStream()
         self.Event = functools.partial(SimulatedEvent, host=self.host)
-        self.synchronizations = 0
         self.is_capturing = False
         self.kept: dict[int, set[SimulatedStream]] = {}
         self.pinned: list[torch.Tensor] = []
@@ -155,7 +153,7 @@ class SimulatedDevice:
         self.is_current_stream_capturing = lambda: self.is_capturing
         self.device_count = lambda: 1
         self.max_memory_allocated = lambda device=None: 0
-        self.empty_cache = lambda: None
+        self.synchronize = self.empty_cache = lambda *_: None
 
     def set_stream(self, stream: SimulatedStream) -> None:
         self._local.stream = stream
@@ -180,9 +178,6 @@ class SimulatedDevice:
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """Memory of `tensor` is nobody's, once it is freed, until `stream` has done what is on it by then."""
         self.kept.setdefault(tensor.untyped_storage().data_ptr(), set()).add(stream)
-
-    def synchronize(self, device: object = None) -> None:
-        self.synchronizations += 1
 
     def map_block(self, memory: PinnedMemory, n_bytes: int) -> torch.Tensor:
         self.pinned.append(_map_block(memory, n_bytes))

@@ -25,7 +25,7 @@ from streamshard.errors import ConfigError, RankMismatchError, ShardingError, St
 from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, case, full_grads, lm_step, stack_step
+from tests.reference import FP32, case, full_grads, lm_step, stack_step
 from tests.simulated import simulated_device
 
 
@@ -48,7 +48,7 @@ def assert_refused(model: nn.Module, error: type[StreamShardError], match: str, 
 def assert_trains(context: RankContext, model: nn.Module, **settings: Any) -> None:
     sharded = StreamShard(model, **{"precision": FP32, **settings})
     step = lm_step if isinstance(model, TinyLM) else stack_step
-    step(sharded, Call(0, context.rank, context.world_size, 1.0))
+    step(sharded, context.call(0))
     assert any(grad is not None for grad in full_grads(sharded).values())
 
 
@@ -208,15 +208,17 @@ def test_one_rank_whose_model_is_refused_does_not_leave_the_other_hanging(contex
 @on_ranks(2)
 def test_copying_pickling_and_ddp_raise_with_a_hint(context: RankContext, tmp_path: Path) -> None:
     model: Any = StreamShard(TinyLM(), precision=FP32)
-    for action in (copy.deepcopy, pickle.dumps, copy.copy, lambda m: torch.save(m, tmp_path / f"{context.rank}.pt")):
+    for action in (pickle.dumps, copy.copy, lambda m: torch.save(m, tmp_path / f"{context.rank}.pt")):
         with pytest.raises(StreamShardError, match="full_state_dict|summon_full_params|export_safetensors"):
             action(model)
+    with pytest.raises(StreamShardError, match="shard a second model and load .*full_state_dict"):
+        copy.deepcopy(model)
     with pytest.raises(StreamShardError, match="full_state_dict|summon_full_params|export_safetensors"):
         copy.deepcopy(model.blocks[0])
     with pytest.raises(StreamShardError, match="DistributedDataParallel.*Leave the wrapper out"):
         DistributedDataParallel(model)
     assert not hasattr(model, "module")  # libraries would take it for a wrapper
-    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+    lm_step(model, context.call(0))
 
 
 @pytest.mark.ranks

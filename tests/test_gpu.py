@@ -36,7 +36,7 @@ from streamshard.optim import WholeParameterOptimizer
 from streamshard.pinned import PinnedMemory
 from streamshard.tools.memory import explain_out_of_memory
 from tests.gpu import IS_PLAYED
-from tests.models import Block, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
+from tests.models import Block, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
@@ -50,26 +50,16 @@ from tests.reference import (
     engine_inside,
     full_weights,
     let_dynamo_look,
+    lm_step,
     only_sharded,
+    stack_step,
+    train_stack,
 )
 
 pytestmark = pytest.mark.gpu
 
 # Kernels sum in other orders from launch to launch (atomic adds in embeddings' backward).
 NEAR = Tolerance(relative=2e-4, absolute=1e-6)
-
-
-def lm_step(model: nn.Module, call: Call) -> Tensor:
-    tokens = token_batch(call.step, call.rank).to(_device(model))
-    return call.backward(next_token_loss(model(tokens), tokens))
-
-
-def stack_step(model: nn.Module, call: Call) -> Tensor:
-    return call.backward(model(vector_batch(call.step, call.rank).to(_device(model))).square().mean())
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Call], Tensor]]] = {
@@ -126,7 +116,7 @@ def test_a_model_from_the_meta_device_is_initialised_and_loaded_on_a_gpu(context
     export_safetensors(model, tmp_path)
     load_safetensors(other, tmp_path)
     assert_same(full_weights(other), full_weights(model), "loaded weights")
-    stack_step(other, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(other, context.call(0))
 
 
 class _HostCopies(TorchDispatchMode):
@@ -152,7 +142,7 @@ def test_the_host_copies_through_pinned_memory(context: RankContext, tmp_path: P
     optimizer = WholeParameterOptimizer(weights, torch.optim.Muon, lr=0.02)
     with _HostCopies() as copies:
         for number in range(2):
-            stack_step(model, Call(number, context.rank, context.world_size, 1.0))
+            stack_step(model, context.call(number))
         optimizer.step()
         save_checkpoint(tmp_path, model, optimizer, wait=False).wait()
     assert len(copies.are_free) > 2 + len(weights) or IS_PLAYED  # there all memory is the host's
@@ -309,14 +299,11 @@ def test_state_from_before_sharding_follows_the_model_to_a_gpu(context: RankCont
     model.load_state_dict(plain.state_dict())
     make: Any = functools.partial(torch.optim.AdamW, lr=0.01, **({} if fused is None else {"fused": fused}))
     theirs, ours = make(plain.parameters()), make(model.parameters())
-    for number in range(6):  # on the same batches everywhere
-        if number == 3:
-            model = StreamShard(model, precision=FP32)
-        for each, optimizer in ((plain, theirs), (model, ours)):
-            stack_step(each, Call(number, 0, 1, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert _device(model) == context.device
+    train_stack(plain, theirs, steps=6)
+    train_stack(model, ours)
+    model = StreamShard(model, precision=FP32)
+    train_stack(model, ours, first=3)
+    assert next(model.parameters()).device == context.device
     assert_same(full_weights(model), full_weights(plain), "weights", NEAR)
 
 
@@ -363,7 +350,7 @@ def test_a_trace_has_the_times_of_the_device_on_a_gpu(context: RankContext) -> N
     optimizer = adamw(model)
     for number in range(3):
         with trace(model) as found:
-            lm_step(model, Call(number, context.rank, context.world_size, 1.0))
+            lm_step(model, context.call(number))
             optimizer.step()
     summary = found.summary()
     parts = ("compute_s", "exposed_all_gather_s", "exposed_reduction_s", "optimizer_s", "other_s")

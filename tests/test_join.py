@@ -74,7 +74,7 @@ def _train(
     # A Joinable but for its metaclass.
     with Join([model], repeat=lambda: repeated(model, optimizer), **options):  # type: ignore[list-item]
         for number in range(length):
-            step(model, Call(number, context.rank, context.world_size, 1.0))
+            step(model, context.call(number))
             after(model, optimizer)
             optimizer.zero_grad()
 
@@ -158,7 +158,7 @@ def test_training_without_repeat_is_refused_on_all_ranks(context: RankContext) -
             pytest.raises(ConfigError, match=r"rank [01] has no repeat=.*repeat=optimizer\.step"),
             Join([model], repeat=repeats[context.rank]),
         ):
-            stack_step(model, Call(0, context.rank, 2, 1.0))
+            stack_step(model, context.call(0))
         _assert_even(model)
     with Join([model], others_argument=3), torch.no_grad():
         for _ in range(1 + context.rank):
@@ -264,7 +264,7 @@ def test_steps_that_repeat_lacks_are_found(context: RankContext, more: int) -> N
     with pytest.raises(RankMismatchError, match="out of step.*Under Join, repeat="):
         _train(model, sgd(model), stack_step, context, length, _step_only, print)
     _assert_even(model)
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
     with (
         pytest.raises(ShardingError, match=r"rank 0 begins JoinPass\(gradients=False, .*rank 1 JoinPass\("),
         Join([model], repeat=print),

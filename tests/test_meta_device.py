@@ -14,7 +14,7 @@ from torch import nn
 from streamshard import RankMismatchError, ShardingError, StreamShard, export_safetensors, init_weights
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, Call, assert_same, engine_inside, full_weights, lm_step, stack_step
+from tests.reference import FP32, assert_same, engine_inside, full_weights, lm_step, stack_step
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:
@@ -50,7 +50,7 @@ def test_sharding_a_meta_model_keeps_its_parameter_objects(context: RankContext)
     plain = TinyLM(TinyConfig(tied=True))
     model.load_state_dict(plain.state_dict())
     init_weights(model, lambda module: model.scale.fill_(1.5))
-    lm_step(model, Call(0, context.rank, context.world_size, 1.0))
+    lm_step(model, context.call(0))
     assert calls == [model.positions]
     (model.positions**2).sum().backward()  # a penalty on what it is, which autograd adds by itself
     assert calls == [model.positions] * 2
@@ -106,7 +106,7 @@ def test_state_dicts_of_the_model_and_of_its_parts_fill_a_meta_model(context: Ra
     model.norms[0].load_state_dict({"running_var": torch.ones(DIM)}, strict=False)
     assert not engine_inside(model).empty
     assert_same(full_weights(model), plain.state_dict(), "weights")
-    stack_step(model, Call(0, context.rank, context.world_size, 1.0))
+    stack_step(model, context.call(0))
 
 
 @on_ranks(1, 2)

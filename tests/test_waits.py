@@ -5,29 +5,26 @@ A new line needs a way of training, in `_RUNS`, that has a race without it, or a
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import streamshard
 from streamshard import LocalSGD, StreamShard
 from streamshard.comm.streams import Rule
 from streamshard.core import late_step
-from tests.models import vector_batch
 from tests.optim.test_step_in_backward import step_in_hooks
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import Call, adamw, stack_step, train_stack
-from tests.scenarios import BF16, RoutedStack, dropping, train
+from tests.reference import adamw, mesh_2d, stack_step, train_stack
+from tests.scenarios import BF16, RoutedStack, train, without_waits
 from tests.simulated import simulated_device
+from tests.training.test_simulated_device import change_after_skipping
 
 PACKAGE = Path(streamshard.__file__).parent
 _WAIT = re.compile(r"\s*(.*\.wait\(.*\))  # rule (\d)")
@@ -57,32 +54,13 @@ def _lines() -> Iterator[tuple[str, str, int, int]]:
                 yield file, f"{file}: {found[1]} {counts[found[1]]}", number, int(found[2])
 
 
-def _in_a_way(scenario: str, model: Any, context: RankContext) -> None:
-    train(model, scenario, context)
-
-
-_plain, _routed, _adding = (
-    functools.partial(_in_a_way, name) for name in ("two layers", "layers unused on some ranks", "a kept graph")
-)
-
-
-def _skipping(model: Any, context: RankContext) -> None:
-    """Weights change after a forward that has skipped layers, which were all-gathered all the same."""
-    with torch.no_grad():
-        for route in (range(5), [0], [0]):
-            model.route = route
-            model(vector_batch(0, context.rank))
-            for param in model.parameters():
-                param.mul_(0.5)
-
-
 def _accumulating(model: Any, context: RankContext) -> None:
     for step in range(2):
         with model.no_sync():
             for last in (0, 1, 0):
                 model.route = range(2 - last)
-                stack_step(model, Call(step, context.rank, 2, 1.0))
-        stack_step(model, Call(step, context.rank, 2, 1.0))
+                stack_step(model, context.call(step))
+        stack_step(model, context.call(step))
         model.zero_grad()
 
 
@@ -93,40 +71,41 @@ def _local(model: Any, context: RankContext) -> None:
 def _stepping(model: Any, context: RankContext) -> None:
     step_in_hooks(model)
     for step in range(2):
-        stack_step(model, Call(step, context.rank, context.world_size, 1.0))
+        stack_step(model, context.call(step))
 
 
 # By file, the lines that wait.
 WAITS = {"core/backward": 1, "core/engine": 1, "core/forward": 1, "core/host": 17, "core/outer_shards": 3}
 WAITS |= {"core/reductions": 5, "core/replicas": 3, "core/slots": 3, "core/unit": 2}
 
-Run = Callable[[Any, RankContext], None]
 _SLOTS: dict[str, Any] = {"weight_slots": "all"}
 _OFFLOAD: dict[str, Any] = {"offload": "state"}
 _ON_MESHES = ("core/replicas", "core/outer_shards")
-# By file: the ways and their settings, of which one has a race without the wait.
-_RUNS: dict[str, tuple[tuple[Run, dict[str, Any]], ...]] = {
-    "core/engine": ((_skipping, {}),),
-    "core/forward": ((_plain, {}),),
-    "core/host": ((_plain, _OFFLOAD), (_skipping, _OFFLOAD)),
-    "core/outer_shards": ((_plain, {}), (_adding, {}), (_routed, {})),
-    "core/reductions": ((_plain, {}), (_accumulating, _SLOTS), (_stepping, {})),
-    "core/replicas": ((_adding, {}), (_local, {})),
-    "core/slots": ((_plain, {}), (_plain, _SLOTS), (_routed, {})),
-    "core/unit": ((_plain, {}), (_plain, _OFFLOAD)),
+_PLAIN, _ROUTED, _ADDING = "two layers", "layers unused on some ranks", "a kept graph"
+# By file: functions or scenarios, and their settings, of which one has a race without the wait.
+_RUNS: dict[str, tuple[tuple[Any, dict[str, Any]], ...]] = {
+    "core/engine": ((change_after_skipping, {}),),
+    "core/forward": ((_PLAIN, {}),),
+    "core/host": ((_PLAIN, _OFFLOAD), (change_after_skipping, _OFFLOAD)),
+    "core/outer_shards": ((_PLAIN, {}), (_ADDING, {}), (_ROUTED, {})),
+    "core/reductions": ((_PLAIN, {}), (_accumulating, _SLOTS), (_stepping, {})),
+    "core/replicas": ((_ADDING, {}), (_local, {})),
+    "core/slots": ((_PLAIN, {}), (_PLAIN, _SLOTS), (_ROUTED, {})),
+    "core/unit": ((_PLAIN, {}), (_PLAIN, _OFFLOAD)),
 }
 
 
-def _broken(context: RankContext, run: Run, settings: dict[str, Any], file: str, line: int) -> set[Rule | None]:
+def _broken(context: RankContext, run: Any, settings: dict[str, Any], file: str, line: int) -> set[Rule | None]:
     """The rules that training breaks without the wait in this line, on any rank."""
     settings = {"precision": BF16, **settings}
     if file in _ON_MESHES:
-        settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        settings["mesh"] = mesh_2d(2, 2)
         settings["shard_over_replicas"] = file == "core/outer_shards"
     with simulated_device(), mock.patch.object(late_step, "CHUNK_NUMEL", 100):
-        model: Any = StreamShard(RoutedStack(5 if run in (_plain, _skipping, _adding, _routed) else 2), **settings)
-        with dropping(model, (str(PACKAGE / f"{file}.py"), line)), detect_races(model, raise_at_exit=False) as races:
-            run(model, context)
+        model: Any = StreamShard(RoutedStack(2 if run in (_accumulating, _local, _stepping) else 5), **settings)
+        without = without_waits(model, (str(PACKAGE / f"{file}.py"), line))
+        with without, detect_races(model, raise_at_exit=False) as races:
+            train(model, run, context) if isinstance(run, str) else run(model, context)
     return set().union(*everywhere({race.rule for race in races.found}))
 
 

@@ -265,9 +265,6 @@ def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: 
     assert begun > 2 * len({place for place, _ in under_way})
 
 
-# -- states -----------------------------------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 def test_a_move_that_is_no_transition_raises(context: RankContext) -> None:
     """Of a unit's gradients and of a weight slot."""

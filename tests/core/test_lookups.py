@@ -52,12 +52,6 @@ def _padded(rows: int, dim: int) -> nn.Module:
     return nn.Embedding(rows, dim, padding_idx=int(token_batch(0, 0)[0, 0]))
 
 
-def _on_cpu(model: Any, tokens: Tensor) -> Tensor:
-    with torch.autograd.graph.save_on_cpu():
-        out: Tensor = model.embedding(tokens)
-    return out
-
-
 def _with_gradient_inside(model: Any, tokens: Tensor) -> Tensor:
     rows = model.embedding(tokens)
     (grad,) = torch.autograd.grad(rows.square().sum(), model.embedding.weight, retain_graph=True)
@@ -80,7 +74,6 @@ MODELS: dict[str, tuple[Any, ...]] = {
     "tied, called twice": (lambda: _model(embed=twice, tied=True), 6),
     "by the number of tokens": (lambda: _model(lambda r, d: nn.Embedding(r, d, scale_grad_by_freq=True)), 0),
     "read": (lambda: _model(embed=lambda m, t: F.embedding(t, m.embedding.weight)), 0),
-    "saved on the CPU": (lambda: _model(embed=_on_cpu), 0),
     "a gradient inside": (lambda: _model(embed=_with_gradient_inside), 3),
     "a gradient inside, tied": (lambda: _model(embed=_with_gradient_inside, tied=True), 3),
     "two passes": (lambda: _model(tied=True), 6, two_passes),

@@ -51,12 +51,13 @@ from tests.reference import (
     failing,
     full_grads,
     full_weights,
+    lm_step,
     mesh_2d,
     sharded_model,
     stack_step,
     train_stack,
 )
-from tests.scenarios import BF16, SCENARIOS, reference, sharded, train
+from tests.scenarios import BF16, reference, sharded, train
 from tests.simulated import checking_streams, late, simulated_device
 
 # Replicas that are sharded over ranks, and whole ones, which have no slots.
@@ -119,7 +120,7 @@ def test_micro_batches_inside_no_sync_cross_between_replicas_once(
     """One collective for each flat parameter and step, and the numbers of one shard group over all ranks."""
     crossed: list[int] = []
 
-    def step(model: nn.Module, call: Call, *, is_whole: bool) -> None:
+    def step(model: nn.Module, call: Call) -> None:
         stack_step(model, call)
         model.zero_grad()  # drops what was averaged
         crossed.clear()
@@ -133,10 +134,10 @@ def test_micro_batches_inside_no_sync_cross_between_replicas_once(
             if shape[1] > 1 and engine_inside(model).reductions.over_replicas is not None:
                 with pytest.raises(ShardingError, match="no_sync"):
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if is_whole:
-            stack_step(model, call._replace(step=4 * call.step + 3))
-        else:
+        if call.step == 1:
             model.layers[2](vector_batch(call.step, call.rank)).sum().backward()
+        else:
+            stack_step(model, call._replace(step=4 * call.step + 3))
 
     def train(mesh: DeviceMesh | None) -> dict[str, Tensor]:
         model = sharded("no_sync", FP32, mesh=mesh, shard_over_replicas=is_cut and mesh is not None)
@@ -146,11 +147,9 @@ def test_micro_batches_inside_no_sync_cross_between_replicas_once(
             start = getattr(replicas.ranks.transport, name)
             setattr(replicas.ranks.transport, name, lambda *args: crossed.append(1) or start(*args))
         optimizer = adamw(model)
-        for number, is_whole in enumerate((True, False, True)):
-            step(model, Call(number, context.rank, context.world_size, 1.0), is_whole=is_whole)
+        for number in range(3):
+            train_stack(model, optimizer, context, first=number, steps=1, step=step)
             assert len(crossed) == (0 if mesh is None else sum(len(unit.flat_params) for unit in engine.units))
-            optimizer.step()
-            optimizer.zero_grad()
         return full_weights(model)
 
     assert_same(train(mesh_2d(*shape)), train(None), "weights", NEAR)
@@ -165,7 +164,7 @@ def test_what_only_another_rank_has_made_and_was_frozen_since_is_kept_or_dropped
 
     def grads(*, drops: bool, **settings: Any) -> dict[str, Any]:
         model = sharded("no_sync", FP32, **settings)
-        call = Call(0, context.rank, context.world_size, 1.0)
+        call = context.call(0)
         with model.no_sync():
             model.route = range(5) if context.rank == 0 else (0, 1, 3, 4)
             stack_step(model, call)
@@ -228,7 +227,7 @@ def test_memory_norms_and_exports_are_those_of_one_replica(context: RankContext,
     """As of two ranks; four ranks write one file, and rank 0 alone gets the full state."""
     model = sharded("plain", FP32, mesh=mesh_2d(2, 2))
     optimizer = adamw(model)
-    SCENARIOS["plain"].step(model, Call(0, context.rank, 4, 1.0))
+    lm_step(model, context.call(0))
     pair = sharded("plain", FP32, mesh=mesh_2d(2, 2)["shard"])
     held, other = (dict(each.memory_report().held_bytes) for each in (model, pair))
     assert held.pop(Category.FLAGS.value) > other.pop(Category.FLAGS.value)
@@ -267,16 +266,16 @@ def test_a_device_waits_for_both_levels(context: RankContext) -> None:
 
 def _accumulated_layer_by_layer(model: Any, context: RankContext) -> None:
     """From the second step on, and only where state is cut over replicas."""
-    optimizer = adamw(model)
-    for step in range(3):
-        parts = [vector_batch(3 * step + part, context.rank) for part in range(3)]
-        if step and engine_inside(model).outer is not None:
+
+    def step(model: Any, call: Call) -> None:
+        parts = [vector_batch(3 * call.step + part, call.rank) for part in range(3)]
+        if call.step and engine_inside(model).outer is not None:
             model.accumulate(parts, lambda model, part: model(part).square().mean())
         else:
             for part in parts:
                 model(part).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    train_stack(model, adamw(model), context, step=step)
 
 
 def _stepped_whole(model: Any, context: RankContext) -> None:
@@ -287,18 +286,16 @@ def _stepped_whole(model: Any, context: RankContext) -> None:
 
 def _fails_inside_no_sync(model: Any, context: RankContext) -> None:
     """The next step has no gradient of it; gradients from before ``no_sync()`` count."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    call = Call(0, context.rank, 4, 1.0)
     with model.no_sync():
-        stack_step(model, call)
+        stack_step(model, context.call(0))
         with pytest.raises(Trouble), failing(model.layers[0]):
-            stack_step(model, call)
+            stack_step(model, context.call(0))
     for step in range(2):
-        stack_step(model, call._replace(step=step))
+        stack_step(model, context.call(step))
         with model.no_sync():
-            stack_step(model, call._replace(step=step + 1))
-    stack_step(model, call)
-    optimizer.step()
+            stack_step(model, context.call(step + 1))
+    stack_step(model, context.call(0))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @on_ranks(4)
@@ -374,7 +371,7 @@ def test_reductions_over_replicas_take_turns_in_two_buffers(context: RankContext
     model = sharded_model(stack_of(Layer, 6), **outer(2, 2))
     transport = engine_inside(model).outer.ranks.transport
     with mock.patch.object(transport, "start_reduce", wraps=transport.start_reduce) as start:
-        stack_step(model, Call(0, context.rank, 4, 1.0))
+        stack_step(model, context.call(0))
     places = [call.args[0].slot.untyped_storage().data_ptr() for call in start.call_args_list]
     assert len(places) > 6 and len({*places}) == 2
     assert all(before != after for before, after in itertools.pairwise(places))
@@ -386,7 +383,7 @@ def test_memory_is_what_the_formula_says(context: RankContext) -> None:
     model = sharded_model(stack_of(Layer, 6), precision=BF16, **outer(2, 2))
     engine = engine_inside(model)
     optimizer = adamw(model)
-    stack_step(model, Call(0, context.rank, 4, 1.0))
+    stack_step(model, context.call(0))
     optimizer.step()
     numel = sum(flat.layout.padded_numel for unit in engine.units for flat in unit.flat_params)
     held = engine.ledger.held_bytes
@@ -397,8 +394,8 @@ def test_memory_is_what_the_formula_says(context: RankContext) -> None:
     before = held(Category.STAGING)
     for _ in range(2):
         with model.no_sync():
-            stack_step(model, Call(0, context.rank, 4, 1.0))
-        stack_step(model, Call(0, context.rank, 4, 1.0))
+            stack_step(model, context.call(0))
+        stack_step(model, context.call(0))
         assert held(Category.STAGING) - before == 4 * numel // 2
         assert model.memory_report().held_bytes["staging"] == held(Category.STAGING)
 
@@ -406,18 +403,14 @@ def test_memory_is_what_the_formula_says(context: RankContext) -> None:
 @on_ranks(4)
 def test_checkpoints_and_exports_are_those_of_any_mesh(context: RankContext, tmp_path: Path) -> None:
     """Saved on 2 x 2 and loaded on 1-D, and back."""
-    shapes: list[dict[str, Any]] = [outer(2, 2), {}, outer(4, 1)]
     wanted: dict[str, Tensor] = {}
-    for number, settings in enumerate(shapes):
+    for number, settings in enumerate((outer(2, 2), {}, outer(4, 1))):
         model = sharded("plain", FP32, **settings)
         optimizer = adamw(model)
         if number:
             load_checkpoint(tmp_path, model, optimizer)
             assert_same(full_weights(model), wanted, "weights", EXACT)
-        for step in range(2):
-            SCENARIOS["plain"].step(model, Call(step, context.rank, 4, 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
+        train_stack(model, optimizer, context, steps=2, step=lm_step)
         save_checkpoint(tmp_path, model, optimizer, step=number)
         wanted = full_weights(model)
         export_safetensors(model, tmp_path / f"export{number}")

@@ -24,11 +24,16 @@ from streamshard.torch_private import AsTensors
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
+    EXACT,
     Call,
     adamw,
+    assert_same,
     assert_trains_like_plain,
     case,
+    full_weights,
     lm_step,
+    sharded_model,
+    train_stack,
 )
 from tests.simulated import simulated_device
 
@@ -129,9 +134,6 @@ def test_recurrent_layers_compute_with_the_weights_of_the_step(context: RankCont
             step(model, context.call(9))
 
 
-# -- without guards ---------------------------------------------------------------------------------------------------
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     """Instead of a guard."""
 
@@ -146,9 +148,8 @@ def _as_tensor(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = N
 def without_guards() -> Iterator[None]:
     """Inside, nothing is refused: absent weights, writes, exchanged modules, operations on pieces."""
     with contextlib.ExitStack() as stack:
-        for name in ("check", "set_classes", "set_present", "end_use", "end_pass", "mark_gone", "remember"):
-            stack.enter_context(mock.patch.object(WeightGuard, name, _nothing))
         for owner, names in (
+            (WeightGuard, ["check", "set_classes", "set_present", "end_use", "end_pass", "mark_gone", "remember"]),
             (Members, ["check"]),
             (forward, ["refuse_transforms"]),
             (backward_module, ["refuse_changed"]),
@@ -161,36 +162,27 @@ def without_guards() -> Iterator[None]:
         yield
 
 
-def _trained(context: RankContext, **settings: Any) -> list[Tensor]:
-    """A language model's loss, norm and weights after three clipped steps, the second one of two micro-batches."""
-    torch.manual_seed(0)
-    model = StreamShard(TinyLM(), **settings)
-    optimizer = adamw(model)
-    found: list[Tensor] = []
-    for step in range(3):
-        if step == 1:
+def _trained(context: RankContext, **settings: Any) -> dict[str, Tensor]:
+    """Losses, norms and weights of three clipped steps, the second one of two micro-batches."""
+    model, found = sharded_model(TinyLM, **settings), dict[str, Tensor]()
+
+    def step(model: Any, call: Call) -> None:
+        if call.step == 1:
             with model.no_sync():
                 lm_step(model, context.call(7))
-        found.append(lm_step(model, context.call(step)))
-        found.append(model.clip_grad_norm_(1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*(each.detach().clone() for each in found), *model.full_state_dict(rank0_only=False).values()]
+        found[f"loss {call.step}"] = lm_step(model, call)
+        found[f"norm {call.step}"] = model.clip_grad_norm_(1.0).clone()
+
+    train_stack(model, adamw(model), context, step=step)
+    return found | full_weights(model)
 
 
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world_size", "precision", "slots"),
-    [
-        *((1, "bf16", {}), (2, "fp32", {}), (2, "bf16", {"offload": "state"})),
-    ],
+    ("world_size", "precision", "slots"), [(1, "bf16", {}), (2, "fp32", {}), (2, "bf16", {"offload": "state"})]
 )
 def test_without_guards_all_numbers_are_the_same(context: RankContext, precision: str, slots: dict[str, Any]) -> None:
-    """To the bit: losses, norms and weights."""
-    settings = {"precision": precision, **slots}
-    with simulated_device() if "offload" in slots else contextlib.nullcontext():
-        wanted = _trained(context, **settings)
+    with simulated_device() if slots else contextlib.nullcontext():
+        wanted = _trained(context, precision=precision, **slots)
         with without_guards():
-            found = _trained(context, **settings)
-    assert len(found) == len(wanted) > 10
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+            assert_same(_trained(context, precision=precision, **slots), wanted, "numbers", EXACT)

@@ -34,8 +34,6 @@ def _grads(model: nn.Module) -> list[Tensor]:
     return [param.grad for param in model.parameters() if param.grad is not None]
 
 
-# -- what comes of a gradient -----------------------------------------------------------------------------------------
-
 # Of one gradient or parameter: a number.
 NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "norm": lambda g: g.norm(),
@@ -133,9 +131,6 @@ def test_a_norm_of_norms_of_all_gradients_takes_one_collective(context: RankCont
             found = float(total(_grads(model)))
         assert found == pytest.approx(float(total(_grads(plain))), rel=1e-5), name
         assert counts.get("allreduce_", 0) == count == sum(counts.values()), (name, counts)
-
-
-# -- tensors of the user's own ----------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

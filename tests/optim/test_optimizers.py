@@ -80,9 +80,6 @@ def test_an_optimizer_trains_like_on_the_unsharded_model(context: RankContext) -
             assert_trains_like_plain(context, Stack, stack_step, optimizer=optimizer, tolerance=NEAR, checked=())
 
 
-# -- what needs whole parameters ----------------------------------------------------------------------------------
-
-
 @on_ranks(1)
 def test_one_rank_has_whole_parameters(context: RankContext) -> None:
     """So every optimizer works there."""
@@ -94,9 +91,6 @@ def test_one_rank_has_whole_parameters(context: RankContext) -> None:
         optimizer.step(lambda: 0.0)
         assert all(grad is param.grad for grad, param in zip(grads, model.parameters(), strict=True))
         assert all(weight.isfinite().all() for weight in full_weights(model).values())
-
-
-# -- loss scaling --------------------------------------------------------------------------------------------------
 
 
 class Tiny(Stack):
@@ -233,9 +227,6 @@ def test_a_closure_sees_and_makes_all_gradients(context: RankContext) -> None:
         assert float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1)) == pytest.approx(norms[-1])
         theirs.step()
     assert_same(full_weights(model), dict(plain.state_dict()), "weights")
-
-
-# -- what is known ----------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -268,9 +268,6 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
         assert {ours.owner_of(param) for param in ours.state} <= {None, context.rank}, "state that other ranks own"
 
 
-# -- in checkpoints -------------------------------------------------------------------------------------------------
-
-
 @muon_in_fp32
 def _save(context: RankContext, name: str, folder: str, *, background: bool) -> dict[str, torch.Tensor]:
     model = sharded_model(Mixed)

@@ -39,46 +39,41 @@ from tests.reference import (
 from tests.scenarios import BF16, SCENARIOS, RoutedStack, over_sockets, sharded
 from tests.simulated import checking_streams, late, simulated_device
 
-# Ways of training with one forward per backward. Three backwards are three steps.
+# Ways of training with one forward per backward. "plain" runs on a device below, "two layers" on replicas.
 WAYS = (
-    *("plain", "large embedding and head", "tied", "two layers", "unequal layers", "checkpointing"),
-    *("reentrant checkpointing", "unused layers", "layers unused on some ranks", "layers used twice"),
-    *("an order that changes", "freezing", "adapters", "norms in fp32", "micro-batches"),
-    *("layers unused on some ranks, recomputed", "resident layers repeated on some ranks"),
+    *("large embedding and head", "tied", "unequal layers", "checkpointing", "reentrant checkpointing"),
+    *("unused layers", "layers unused on some ranks", "layers used twice", "an order that changes", "freezing"),
+    *("adapters", "norms in fp32", "layers unused on some ranks, recomputed", "resident layers repeated on some ranks"),
 )
 
 
-def step_in_hooks(model: nn.Module) -> None:
+def _one_each(model: nn.Module) -> dict[nn.Parameter, torch.optim.Optimizer]:
     """Torch's recipe: one optimizer for each parameter."""
-    optimizers = {param: adamw(nn.ParameterList([param])) for param in model.parameters() if param.requires_grad}
+    return {param: adamw(nn.ParameterList([param])) for param in model.parameters() if param.requires_grad}
 
-    def step(param: nn.Parameter) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
 
+def _step(*optimizers: torch.optim.Optimizer) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def step_in_hooks(model: nn.Module) -> None:
+    optimizers = _one_each(model)
     for param in optimizers:
-        param.register_post_accumulate_grad_hook(step)
+        param.register_post_accumulate_grad_hook(lambda param: _step(optimizers[param]))
 
 
 def step_behind(model: nn.Module) -> Callable[[], None]:
     """The same optimizers, after each backward."""
-    optimizers = [adamw(nn.ParameterList([param])) for param in model.parameters() if param.requires_grad]
-
-    def step() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return step
+    return partial(_step, *_one_each(model).values())
 
 
 def run(model: Any, way: str, context: RankContext, after: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
     """Weights after three steps; `after` is called behind each backward."""
     for number in range(3):
-        for part in range(2 if way == "micro-batches" else 1):
-            step = stack_step if way == "micro-batches" else SCENARIOS[way].step
-            step(model, context.call(2 * number + part if way == "micro-batches" else number))
-            after()
+        SCENARIOS[way].step(model, context.call(number))
+        after()
     return full_weights(model)
 
 

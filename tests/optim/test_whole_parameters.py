@@ -31,7 +31,6 @@ from tests.reference import (
     NEAR,
     assert_same,
     assert_trains_like_plain,
-    engine_inside,
     full_weights,
     sharded_model,
     stack_step,
@@ -182,8 +181,7 @@ def test_each_wait_of_a_round_is_needed(context: RankContext, what: str) -> None
         optimizer = _muon_and_adamw(model)
         with checking_streams(device) as streams, streams.of(model):
             train_stack(model, optimizer, context, steps=1)
-        streams = engine_inside(model).streams
-        with without_waits(streams, what), detect_races(model, raise_at_exit=False) as detector:
+        with without_waits(model, what), detect_races(model, raise_at_exit=False) as detector:
             train_stack(model, optimizer, context, steps=1)
     assert any(race.category is Category.OPTIMIZER_ROUNDS for race in detector.found)
 
@@ -335,9 +333,6 @@ def test_wrong_arguments_are_named(groups: Any, kind: Any, options: dict[str, An
     groups = [param] if groups is None else [{**group, "params": [param]} for group in groups]
     with pytest.raises(ValueError, match=message):
         WholeParameterOptimizer(groups, kind, **options)
-
-
-# -- owners ----------------------------------------------------------------------------------------------------------
 
 
 def _rounds(costs: Sequence[float], numels: Sequence[int], owners: Sequence[int], limit: int) -> list[list[int]]:

@@ -95,7 +95,7 @@ class Fallible(torch.optim.SGD):
 
 @on_ranks(2)
 def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankContext) -> None:
-    """It names the rank and the error; afterwards steps are those of plain torch from the weights as they are."""
+    """It names the rank and the error; afterwards steps go on from the weights as they are."""
     model = sharded_model()
     fallible = Fallible(model.parameters(), lr=0.05)
     optimizer = DistributedOptimizer(fallible, model)
@@ -107,15 +107,11 @@ def test_an_error_on_one_rank_reaches_all_and_training_goes_on(context: RankCont
 
     fallible.failure = None
     optimizer.zero_grad()
-    plain = built()
-    plain.load_state_dict(full_weights(model))
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
-    for rank in range(2):
-        stack_step(plain, Call(1, rank, 2, 0.5))
-    stack_step(model, context.call(1))
-    for each in (theirs, optimizer):
-        each.step()
-    assert_same(full_weights(model), full_weights(plain), "weights")
+    other = sharded_model()
+    other.load_state_dict(full_weights(model))
+    for each, its in ((model, optimizer), (other, torch.optim.SGD(other.parameters(), lr=0.05))):
+        train_stack(each, its, context, first=1, steps=1)
+    assert_same(full_weights(model), full_weights(other), "weights", EXACT)
 
 
 @on_ranks(2)

@@ -144,9 +144,6 @@ def test_ranks_measure_on_gpus(context: RankContext) -> None:
     assert not found or found[0].startswith("ok       ") and any(line.startswith("ok       link: ") for line in found)
 
 
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
 def test_one_process_checks_the_machine(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = command("doctor").splitlines()
     assert {line[:8].strip() for line in lines} <= {"ok", "note"} and "matmul: bf16" in lines[-1]

@@ -19,6 +19,7 @@ from tests.reference import (
     ALL_SLOTS,
     EXACT,
     FP32,
+    Trouble,
     adamw,
     assert_same,
     built,
@@ -158,9 +159,10 @@ def test_more_weight_slots_save_gathers_and_micro_batches_of_zero_1_send_nothing
         model = sharded_model(lambda: TinyLM(TinyConfig(depth=depth)), **ALL_SLOTS | {"weight_slots": slots})
         lm_step(model, context.call(0))
         assert counts(1) == (1 + 2 * depth - kept + flags, 1 + depth), slots
-    with model.no_sync():
+    with contextlib.suppress(Trouble), model.no_sync():
         assert counts(1) == (1 + depth, 0)
         assert counts(2) == (0, 0)
+        raise Trouble  # leaves the context too
     assert counts(3) == (1 + depth + flags, 1 + depth)
 
 

@@ -97,9 +97,6 @@ def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: Ra
         assert sum(each[name] for each in told) == param.numel(), name
 
 
-# -- saving and loading -----------------------------------------------------------------------------------------------
-
-
 def _saved(context: RankContext, path: Path) -> Any:
     model, optimizer = with_adam(_sharded(_made(), 2))
     _steps(model, optimizer, context.rank, 4, steps=1)

@@ -76,7 +76,7 @@ def test_weights_changed_between_a_forward_and_its_backward_raise(context: RankC
             loss = model(vector_batch(1, context.rank)).square().mean()
             change()
             model.zero_grad()
-            said = r"'(layers\.\d\.linear|head)\.\w+' was modified by an inplace operation"
+            said = r"'(layers\.\d\.linear|head)\.\w+' was modified by an inplace operation.*run the backward first"
             with pytest.raises(ShardingError, match=said):
                 loss.backward()
     stack_step(model, context.call(2))
@@ -106,9 +106,6 @@ def test_a_model_that_differentiates_inside_its_forward_raises(context: RankCont
             sharded_model(kind)(vector_batch(0, context.rank))
     layers = [f"layers.{index}" for index in range(4)]
     assert_trains_like_plain(context, ForceStack, stack_step, resident=layers, precision=FP32)
-
-
-# -- losses of activations from inside layers --------------------------------------------------------------------------
 
 
 class Stashing(nn.Module):

@@ -112,30 +112,38 @@ def _load_counters(model: Any, context: RankContext) -> None:
     train_stack(model, optimizer, context, first=1, steps=2)
 
 
-def _clip(model: Any, call: Call) -> None:
-    """A late step with a factor, which a reader carries out."""
+def _clip(model: Any, context: RankContext) -> None:
+    """A late step with a factor, which a reader carries out. The first one waits for everything."""
     optimizer = adamw(model)
-    for step in range(2):  # the first one waits for everything
-        stack_step(model, call._replace(step=step))
+    for step in range(4):
+        stack_step(model, context.call(step))
         model.clip_grad_norm_(0.1)
         optimizer.step()
-    optimizer.state_dict()
+        if step % 2:
+            optimizer.state_dict()
 
 
-def _change_weights(model: Any, call: Call) -> None:
+def _change_weights(model: Any, context: RankContext) -> None:
     """The cast on the host writes the input that a forward has fetched."""
     with torch.no_grad():
-        model(vector_batch(call.step, call.rank))
-        next(model.parameters()).zero_()
-        model(vector_batch(call.step, call.rank))
+        for step in range(2):
+            model(vector_batch(step, context.rank))
+            next(model.parameters()).zero_()
+            model(vector_batch(step, context.rank))
 
 
-def _twice(steps: Callable[[Any, Call], None], model: Any, context: RankContext) -> None:
-    for step in range(2):
-        steps(model, context.call(step))
+def _train_checking_streams(
+    context: RankContext, work: Any, without: Callable[[Any], Any] = contextlib.nullcontext
+) -> None:
+    """Train in the way of a scenario, or as a function does."""
+    scenario = work if isinstance(work, str) else "clipping"
+    with simulated_device() as device, _small_chunks(scenario), checking_streams(device) as checker:
+        model = sharded(scenario, BF16, **OFFLOAD)
+        with checker.of(model), without(model):
+            train(model, work, context) if isinstance(work, str) else work(model, context)
 
 
-_ON_TWO = ("clipping", "micro-batches", _skip_layers, functools.partial(_twice, _change_weights))
+_ON_TWO = ("clipping", "micro-batches", _skip_layers, _change_weights)
 _ALONE = (_scale_losses, _change_options, _load_counters)
 
 
@@ -143,37 +151,19 @@ _ALONE = (_scale_losses, _change_options, _load_counters)
 @pytest.mark.parametrize(("world_size", "work"), [*((2, work) for work in _ON_TWO), *((1, work) for work in _ALONE)])
 def test_events_order_streams_and_the_memory_of_chunks(context: RankContext, work: Any) -> None:
     """FETCH allocates chunks, which STORE reads. Compute allocates factors, options and counters, which FETCH reads."""
-    scenario = work if isinstance(work, str) else "clipping"
-    with simulated_device() as device, _small_chunks(scenario), checking_streams(device) as checker:
-        model = sharded(scenario, BF16, **OFFLOAD)
-        with checker.of(model):
-            if isinstance(work, str):
-                train(model, work, context)
-            else:
-                work(model, context)
+    _train_checking_streams(context, work)
 
 
-# By what a wait guards that the race detector does not see (test_waits), steps that need it; None: the scenario's.
-_WAITS: dict[str, Any] = {"chunk 0": None, "stepped chunks": None, "what compute has written": _clip}
+# What waits guard that the race detector does not see (test_waits), and what needs the wait.
+_WAITS = [("chunk 0", "micro-batches"), ("stepped chunks", "micro-batches"), ("what compute has written", _clip)]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", list(_WAITS))
-def test_each_wait_is_needed(context: RankContext, what: str) -> None:
+@pytest.mark.parametrize(("what", "work"), _WAITS)
+def test_each_wait_is_needed(context: RankContext, what: str, work: Any) -> None:
     """Without it two streams, or a stream and the host, use the same bytes in any order."""
-    steps = _WAITS[what]
-    with (
-        pytest.raises(AssertionError, match="on another stream|was freed"),
-        simulated_device() as device,
-        _small_chunks("micro-batches"),
-        checking_streams(device) as checker,
-    ):
-        model = sharded("micro-batches", BF16, **OFFLOAD)
-        with checker.of(model), without_waits(engine_inside(model).streams, what):
-            if steps is None:
-                train(model, "micro-batches", context, steps=2)
-            else:
-                _twice(steps, model, context)
+    with pytest.raises(AssertionError, match="on another stream|was freed"):
+        _train_checking_streams(context, work, lambda model: without_waits(model, what))
 
 
 @on_ranks(1)
@@ -312,7 +302,7 @@ def test_optimizers_of_single_parameters_have_memory_for_their_own_moments_only(
             optimizers = [adamw(nn.ParameterList([param])) for param in (first, *others)]
             host = engine_inside(model).host
             for step in range(4):
-                stack_step(model, Call(step, context.rank, 2, 1.0))
+                stack_step(model, context.call(step))
                 for optimizer in optimizers:
                     optimizer.step()
                 model.zero_grad()
@@ -325,9 +315,6 @@ def test_optimizers_of_single_parameters_have_memory_for_their_own_moments_only(
                     assert numel == 2 * sum(map(torch.numel, map(piece_of, (first, *others))))
             results.append(full_weights(model))
     assert_same(*results, "weights", EXACT)
-
-
-# -- late steps that fail ---------------------------------------------------------------------------------------------
 
 
 class Breaking(torch.optim.SGD):

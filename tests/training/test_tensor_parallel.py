@@ -300,9 +300,6 @@ def test_dtensors_read_elsewhere_or_changed_in_a_forward_raise(context: RankCont
         handle.remove()
 
 
-# -- saving and loading -----------------------------------------------------------------------------------------------
-
-
 def with_adam(model: Any) -> tuple[Any, torch.optim.Optimizer]:
     return model, adam(model)
 
@@ -422,9 +419,6 @@ def test_buffers_that_are_dtensors_are_saved_whole(context: RankContext, tmp_pat
         load_checkpoint(tmp_path, model)
         bias = model.bias.to_local() if isinstance(model.bias, DTensor) else model.bias
         assert torch.equal(bias, torch.ones(4))
-
-
-# -- refused ----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
