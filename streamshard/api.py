@@ -87,7 +87,7 @@ class StreamShard(Watched):
         def __getattr__(self, name: str) -> Any: ...
 
     def __new__(cls, *args: Any, **kwargs: Any) -> StreamShard:
-        if cls is not StreamShard:
+        if cls is not StreamShard:  # `type(model)(...)`, see `ShardedModule.__new__`
             return cast(StreamShard, super().__new__(cls, *args, **kwargs))
         from streamshard.build import shard_model
         from streamshard.tools.memory import log_summary

@@ -187,7 +187,7 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
         each.recorder.names = names
     if inner is not None:
         inner.recorder.names = [name for name in names for _ in range(parts)]
-    ledger = Ledger(ranks.streams, mover.transport)
+    ledger = Ledger(ranks.streams, mover.transport)  # behind `share_memory`, which may exchange the transport
     budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
     host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
@@ -258,7 +258,7 @@ def _taking_weights(checked: Checked, ranks: Communicator, empty: set[str]) -> T
                 full, param = None, form_of(found.param).memory(found.param).detach()
                 if layout.name not in empty:
                     full = room[: param.nbytes].view(param.dtype) if param.is_meta else param.to(room.device)
-                    full = full.contiguous().view(-1)
+                    full = full.contiguous().view(-1)  # a weight in channels_last is not
                     flat_param.ranks.broadcast(full, is_part=bool(form_of(found.param).box))
                 flat_param.add(layout, found.names[1:], found.param, full)
         if ranks.streams.module is not None:  # give the memory of the full parameters back to the device

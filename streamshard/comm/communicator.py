@@ -44,6 +44,7 @@ class Communicator(RankGroup):
     """
 
     transport: Transport
+    # On the class: `PlannedRanks` is made without this constructor.
     counts_copies = counts_parts = True
     _is_in_hook = False
     n_parts, axis = 1, 0
@@ -240,7 +241,7 @@ class Communicator(RankGroup):
 
     def close(self, *, users_too: bool = False) -> None:
         """See `RankGroup.close`. Ends the transport's waits too."""
-        self.transport.leave()
+        self.transport.leave()  # peers in shared memory wait for no connection
         super().close(users_too=users_too)
         if self.n_parts > 1:
             others = (of() for of in (self._model_group_of, self._same_group_of))

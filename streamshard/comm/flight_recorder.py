@@ -39,6 +39,7 @@ from streamshard.comm.streams import Entry, IssueLog
 from streamshard.errors import line_reached, log
 from streamshard.torch_private import count_collectives
 
+# Else 1000 ranks that wait would read a million logs in one store.
 _MOST_PEERS = 64  # a rank reads at most 64 logs: of the ranks with the next higher numbers
 _FAILURE_KEY = "failure"
 PATIENCE_S = 1.0  # length of a wait before ranks compare logs
@@ -181,6 +182,7 @@ class FlightRecorder:
 
     def _get(self, key: str) -> str:
         """The text under `key` in the store; "" if there is none."""
+        # `get` would wait for a key that is not there.
         return (self._ask("get", key) or b"").decode() if self._ask("check", [key]) else ""
 
     def _show(self) -> None:
@@ -308,7 +310,7 @@ class FlightRecorder:
                 return
         what = waits[0] if waits else "what it has issued on its device"
         waited_s = time.time() - (self.log.waiting_since_s if waits else self.log.time_s)
-        reports = int(waited_s / _REPORT_AFTER_S).bit_length()
+        reports = int(waited_s / _REPORT_AFTER_S).bit_length()  # 1, 2, 3 after 30, 60, 120 s
         is_due, self._reports = reports > self._reports, reports
         if waited_s < PATIENCE_S or (self._has_streams and not is_due):
             return

@@ -165,7 +165,7 @@ def make_default_group(device: torch.device, **given: Any) -> None:
     """
     backends = {kind: dist.get_default_backend_for_device(kind) for kind in ("cpu", device.type)}
     several = ",".join(f"{kind}:{backend}" for kind, backend in backends.items())
-    timeout = datetime.timedelta(minutes=10)
+    timeout = datetime.timedelta(minutes=10)  # torch's default for NCCL
     world_size = int(given.get("world_size", os.environ.get("WORLD_SIZE", "1")))
     try:
         with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):

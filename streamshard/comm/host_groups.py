@@ -163,6 +163,7 @@ def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> di
         made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_of_some)
         dist.all_reduce(torch.zeros(1), group=made)  # connects a ring, see `gloo_settings`
         connect_tree(made, limit)
+    # Made with a shorter one, so that nobody waits long for a rank that dies while it connects.
     set_timeout(timeout, made)
     state_of(made).host_of = weak(made)
     return made
@@ -213,6 +214,7 @@ def _interface_to(host: str) -> str | None:
         rows = [row.split() for row in _ROUTES.read_text("ascii").splitlines()[1:]]  # see proc(5)
         address = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
         routes = [(int(mask, 16), -int(metric), int(net, 16), name) for name, net, *_, metric, mask, _, _, _ in rows]
+        # As Linux chooses: the most specific route, then the lowest metric.
         return max(route for route in routes if address & route[0] == route[2])[-1]
     return None
 

@@ -241,7 +241,7 @@ class RankGroup:
         Raises:
             CommunicationError: the error is a backend's. Names the wait and the reason.
         """
-        if self.failure is not None and isinstance(error, StreamShardError):
+        if self.failure is not None and isinstance(error, StreamShardError):  # a wait inside this one has ended so
             return
         if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
             self.fail(f"{wait} ended with {type(error).__name__}: {error}")
@@ -278,7 +278,7 @@ def _attempt(action: Callable[[], object]) -> tuple[bytes, BaseException | None]
     try:
         return _VALUE + pickle.dumps(action()), None
     except BaseException as caught:  # of an interrupt too: the other ranks wait for a message
-        return _ERROR + describe(caught).encode(errors="backslashreplace"), caught
+        return _ERROR + describe(caught).encode(errors="backslashreplace"), caught  # a path may have surrogates
 
 
 def _answer_if_alike(gathered: Sequence[tuple[str, bytes]], answer: Callable[[list[bytes]], bytes]) -> bytes:

@@ -114,6 +114,7 @@ class SharedBuffers:
         self.counters = self._words(len(Counter))
         self.gone = self._words(1)
         self.written = self._words(units)
+        # Python's mmap does not tell its address.
         self.start = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
 
     def has_died(self) -> bool:
@@ -143,10 +144,11 @@ class SharedBuffers:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a buffer of this memory."""
-        return self.start < tensor.data_ptr() < self.start + self._used
+        return self.start < tensor.data_ptr() < self.start + self._used  # behind the counters
 
     def _words(self, count: int) -> memoryview:
         start, self._used = self._used, self._used + _WORD_BYTES * count
+        # Aligned words of 8 bytes: a peer never reads half of one.
         return memoryview(self._memory)[start : self._used].cast("q")
 
 
@@ -173,7 +175,7 @@ def _make_memory(files: contextlib.ExitStack, nbytes: int) -> Offer | None:
     if sys.platform != "linux" or os.environ.get(SHARED_MEMORY, "1") == "0" or platform.machine() not in _ORDERED:
         return None
     with contextlib.suppress(OSError):
-        descriptor = os.memfd_create("streamshard", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("streamshard", os.MFD_CLOEXEC)  # programs that this rank starts do not get it
         files.callback(os.close, descriptor)
         os.ftruncate(descriptor, nbytes)
         return Offer(_system(), os.getpid(), descriptor)
@@ -186,6 +188,7 @@ def map_memory(offer: Offer | None, units: int) -> SharedBuffers | None:
         return None
     # A container may refuse, or an old kernel.
     with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as files:
+        # So no socket has to hand the descriptor over.
         file = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         files.callback(os.close, file)
         return SharedBuffers(file, units, os.pidfd_open(offer.process))
@@ -392,6 +395,7 @@ class SharedMemoryTransport(PairwiseTransport):
                 passed.
         """
         for rank in missing:
+            # A process that ends by itself sets `gone` before.
             has_ended, has_left = self._buffers[rank].has_died(), self._buffers[rank].gone[0]  # in this order
             # Read the counter once more: the rank may have reached the count just before it ended.
             if (has_ended or has_left) and self._buffers[rank].counters[counter] < count:

@@ -28,7 +28,7 @@ from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import Collective, Work
 from streamshard.config import Precision, ReductionMode
 
-_SUM_BLOCK = 1 << 17  # elements
+_SUM_BLOCK = 1 << 17  # elements: 512 KiB in fp32, which stay in a core's cache
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -139,6 +139,7 @@ class Transport(abc.ABC):
             tag: index of the flat parameter whose main grads `tensor` holds; None: it holds something else.
         """
         self._issue(RecordKind.AVERAGE, Collective.ALL_REDUCE, tag, writes=(tensor,))
+        # Not `ReduceOp.AVG`, see [Note: sums] in `streamshard.comm.nccl`.
         return self._start(partial(dist.all_reduce, tensor), lambda: tensor.div_(self.world_size))
 
     def start_flags(self, flags: torch.Tensor, gathered: torch.Tensor, tag: int) -> Work | None:

@@ -36,7 +36,7 @@ def gather_to_first(group: dist.ProcessGroup, message: _Message, timeout: dateti
         messages += [known.setdefault(each, each) for each in _unpack(_receive(group, child, timeout))]
     if not rank:
         return messages
-    _send(group, _pack(messages), [rank & (rank - 1)], timeout)
+    _send(group, _pack(messages), [rank & (rank - 1)], timeout)  # the parent lacks the lowest set bit
     return None
 
 
@@ -75,6 +75,7 @@ def _children(rank: int, size: int) -> Iterator[int]:
 
 
 def _send(group: dist.ProcessGroup, data: bytes, to: Sequence[int], timeout: datetime.timedelta) -> None:
+    # A bytearray: torch warns of memory that is read-only.
     text = torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data), dtype=torch.uint8)
     first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
     first[: text.numel()] = text[:_FIRST_BYTES]

@@ -81,7 +81,7 @@ def look_after(recorder: FlightRecorder, abort: Callable[..., None]) -> None:
     _watchdog.watch(recorder, abort)
 
 
-atexit.register(lambda: _watchdog.end())
+atexit.register(lambda: _watchdog.end())  # a forked child has another `_watchdog`
 
 
 def _after_fork_in_child() -> None:

@@ -54,7 +54,7 @@ def allocate_units(
         flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
         for flat in flat_params[-1]:
             if reduces_at_once:
-                flat.reduce_ranks = ranks
+                flat.reduce_ranks = ranks  # not in two levels: one order of all ranks' gradients
         take(layout, flat_params[-1])
     # With outer shards the slot's range is larger than this rank's main grads.
     keeps_slot = plan.keeps_grads and gather_ranks is None
@@ -81,6 +81,7 @@ def _weight_slots(
     """By number, the weight slots and the wire buffers beside them."""
     slots: dict[int, WeightSlot] = {}
     for slot, n_bytes in largest_of(plan.weights, [layout.weight_bytes for layout in layouts]).items():
+        # CPU ranks of one machine read a shard in its owner's slot, where the all-gather has cast it.
         buffer = ledger.allocate(Category.WEIGHT_SLOTS, n_bytes, torch.uint8, is_visible=True)
         # Streamed weights leave a slot of one unit too, for their gradients.
         is_shared = (

@@ -56,7 +56,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
     for unit in engine.units:
         for index, param in enumerate(unit.params):
             places[param.sharded] = unit.index, index
-            if not param.form.inner:
+            if not param.form.inner:  # torchao's tensors have their parts in `__dict__`
                 param.unsharded.__dict__ = param.sharded.__dict__  # an attribute that the user sets on one is on both
         layer = "" if unit is engine.root_unit else type(found[unit.index].modules[0]).__name__
         unit.guard.ask = ask_for(engine_of, unit.index, layer)
@@ -64,6 +64,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             unit.guard.set_present(False)
     for name, module in modules_of(root):
         own = [shards[param] for param in module._parameters.values() if param is not None]
+        # Else bitsandbytes' layers repack their weights in place, in the slot, on some CPUs.
         module.__dict__.update(item for param in own for item in param.form.prepare().items())
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine_of)
@@ -72,6 +73,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             hook = functools.partial(_before_loading, engine, name, shards)
             module.register_load_state_dict_pre_hook(hook)
         if module._parameters:
+            # A module of buffers alone may be saved inside a pass: buffers are full at any time.
             module.register_state_dict_pre_hook(functools.partial(_before_saving, engine))
     tied = _tied_heads(root, engine, engine_of)
     members = Members(root)  # behind the new `_parameters`, in which it looks for changes
@@ -85,6 +87,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if module in owner and module not in layers and module is not root:
             continue
         inside = list(modules_inside(module))
+        # A call of any other module needs no weights.
         if module is root or module in layers or module._parameters or any(child in owner for child in inside):
             units = frozenset((ROOT_UNIT, *(layers[child].index for child in inside if child in layers)))
             dtype = _input_dtype(module, engine.precision, in_fp32)

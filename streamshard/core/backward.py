@@ -53,6 +53,7 @@ class Backward(Phase):
         self._engine = engine
         self._computing: Unit | None = None  # its backward is running
         self._follows_step = False  # an optimizer has stepped since the last backward
+        # One rank's reductions send nothing that `no_sync` could save.
         is_local = not engine.is_synced and not engine.is_whole
         self._leaves_unreduced = is_local and engine.plan.keeps_grads
         over_replicas = engine.reductions.over_replicas
@@ -85,6 +86,7 @@ class Backward(Phase):
         self._follows_step = engine.progress.has_stepped
         engine.progress.has_stepped = False  # hooks may step inside this backward
         engine.reductions.begin(is_synced=engine.is_synced, reduces=not self._leaves_unreduced)
+        # Writes since the forward that no version counts are not refused: this backward's all-gathers cast them.
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
         for head in engine.tied:
@@ -94,8 +96,10 @@ class Backward(Phase):
     def break_off(self, callback: object) -> None:
         """Autograd has dropped its callback. If an exception has ended the backward, reshard units. In any thread."""
         if self._engine.phase is self:
+            # So the first gradient of the next backward begins one, which cleans up after this one.
             self._engine.reductions.is_open = False
             self._engine.profiler.close()
+            # No collectives here, perhaps in a thread of autograd's: the next pass issues them (`recover`).
             for unit in self._engine.units:
                 if unit.is_bound:
                     unit.release()
@@ -121,7 +125,8 @@ class Backward(Phase):
         for index, versions in graph.versions.items():
             if versions != engine.units[index].versions():
                 refuse_changed(engine.units[index], versions)
-        engine.issue(self._schedule.advance_to(0))
+        engine.issue(self._schedule.advance_to(0))  # all-gathers that wait for no visit
+        # The graph holds these weights themselves. Any node may read them, and no prehook tells before.
         for index in graph.versions:
             unit = engine.units[index]
             self._unshard(unit, binds=unit.is_streamed)
@@ -131,11 +136,13 @@ class Backward(Phase):
         self.enter(use.graph)
         if use.versions != use.unit.versions():
             refuse_changed(use.unit, use.versions)
+        # A pass that backward has left has no program any more. A call inside a layer belongs to the visit of that
+        # layer.
         if use.graph is self.graph and not use.is_inside:
             if use.is_first:
                 self._waiting.discard(use.unit.index)
             self._advance(use.unit)
-        if use.unit.index not in self._engine.plan.weightless:
+        if use.unit.index not in self._engine.plan.weightless:  # a look-up's backward reads indices only
             self._unshard(use.unit, binds=not use.is_inside)
 
     def _unshard(self, unit: Unit, *, binds: bool = False) -> None:
@@ -158,6 +165,7 @@ class Backward(Phase):
             return
         if not unit.is_streamed:  # its weights stay, and the visits before may still come
             position = self._schedule.position
+            # While a unit computes, `position` is its own visit.
             is_next = visit <= position + (self._computing is not None)
             if not is_next or not self._waiting.isdisjoint(self._schedule.visits[position:visit]):
                 return
@@ -198,7 +206,7 @@ class Backward(Phase):
         self._recomputing.pop()
         unit.guard.end_use()
         if self._recomputing:
-            self._recompute(self._recomputing[-1])
+            self._recompute(self._recomputing[-1])  # the inner layer's visit may have released it
 
     def _recompute(self, unit: Unit) -> None:
         # The visit before ends when backward comes to this unit. A checkpoint may recompute several units, in the order
@@ -217,6 +225,7 @@ class Backward(Phase):
         engine = self._engine
         engine.streams.observe(StepPart.BACKWARD, None, begins=False)
         for unit in engine.units[1:]:
+            # Unbound weights were read too: the next all-gather into the slot waits for these reads.
             if unit.is_bound or unit in self._unbound:
                 unit.release()
         self._unbound.clear()
@@ -243,13 +252,14 @@ class Backward(Phase):
         if self._leaves_to_replicas:
             engine.reductions.complete()
         if self._leaves_unreduced or self._leaves_to_replicas:
-            engine.progress.has_stepped |= self._follows_step
+            engine.progress.has_stepped |= self._follows_step  # for the next exchange of flags: this backward has none
             for unit in engine.units:
                 unit.grads.leave(is_trainable=unit.is_trainable)
             engine.phase = None
             return
         given = engine.reductions.finish(follows_step=self._follows_step)
         engine.phase = None
+        # Behind the end of the pass: the model can go on if this raises.
         engine.reductions.used.refuse_out_of_step()
         call_hooks(given, engine.progress)  # last: a hook may step and clear the gradient
 
@@ -258,7 +268,7 @@ class Backward(Phase):
 
         The rest of the program is issued first, so that ranks that failed at different points stay in step.
         """
-        if graph_task_id() != -1 and self.callback_of() is not None:
+        if graph_task_id() != -1 and self.callback_of() is not None:  # called from inside this backward
             return
         deadline = time.monotonic() + _LETS_GO_WITHIN_S
         while self.callback_of() is not None:  # a thread of autograd's may hold it a moment longer than the exception
@@ -271,7 +281,7 @@ class Backward(Phase):
         log.warning("a backward has ended with an exception: all gradients of the model are discarded. %s", advice)
         engine.progress.has_stepped |= self._follows_step
         try:
-            if engine.ranks.failure is None:
+            if engine.ranks.failure is None:  # else each collective would raise
                 self._close_pass()
                 engine.root_unit.release()
                 engine.reductions.start(engine.root_unit)

@@ -16,12 +16,13 @@ from streamshard.norms import global_norm, local_norms
 
 def clip_grads(engine: Engine, params: Collection[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
     """See `StreamShard.clip_grad_norm_`; `params` are the model's."""
-    if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:
+    if not isinstance(max_norm, int | float | torch.Tensor) or not max_norm >= 0.0:  # nan too
         raise ConfigError(f"max_norm={max_norm!r}: wanted a number of at least 0")
     order = float(norm_type)  # it may be the text "inf"
     if not order > 0.0:
         raise ConfigError(f"norm_type={norm_type!r}: wanted a number above 0, or inf")
     refuse_unreduced(params, "clip_grad_norm_")
+    # A piece's own `numel` is the full gradient's.
     filled = [param for param in params if param.grad is not None and param.grad.as_subclass(torch.Tensor).numel()]
     host = engine.host
     # A rank without elements takes part too: the norm is a collective.

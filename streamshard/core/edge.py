@@ -86,6 +86,7 @@ def call_pass(
             "them: shard the part around it too, or leave DDP away"
         )
     if engine.host is not None:
+        # Loops place inputs where parameters are, which is in host memory here.
         args, kwargs = untraced(moved, (args, kwargs), engine.host.device)
     if handle.cast_dtype is not None:
         args, kwargs = untraced(cast, (args, kwargs), handle.cast_dtype)
@@ -124,6 +125,7 @@ def call_unit(
     phase = engine.phase  # another one after the pause
     if phase is None or not phase.is_current:  # called by itself, outside of the model's forward
         return call_pass(handle, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)
+    # A compiled layer would lose the gradient of a DTensor's output that still waits for its collective.
     if engine.ranks.n_parts > 1:
         args, kwargs = untraced(waited, (args, kwargs))
     copies: Copies = []
@@ -142,6 +144,7 @@ def call_unit(
         # In a slot of the unit's own, version counters guard the weights that autograd saves.
         if unit.weight_slot.is_shared and (outer is not None or may_save):
             need = functools.partial(need_weights, engine)
+            # Without hooks of others `keep` does what autograd does: it checks versions.
             with holding_back_weights(use, need, *(outer or (keep, kept))):
                 output = call(*args, **kwargs)
         elif engine.ends is not None and not unit.is_streamed:
@@ -159,6 +162,7 @@ def call_unit(
         untraced(refuse_lost_writes, copies, output, unit.name)
     latest = untraced(watch_nodes, output, 0, first, given, engine, use)
     if max(first, latest + 1) < sequence_number():  # backward comes first to a node that is not an output's
+        # The layer may have changed an input in place, or put a tensor into an object or an attribute of its own.
         untraced(watch_nodes, [output, args, kwargs], 3, first, given, engine, use)
         attributes = untraced(_attributes_in, module)
         untraced(watch_nodes, attributes, 0, first, given, engine, use)
@@ -217,6 +221,7 @@ def _wrap_method(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> N
     # Not the bound method, which would keep the module that keeps it.
     bind = weakref.WeakMethod(method) if inspect.ismethod(method) else lambda: method
 
+    # Of the function: `__wrapped__` would keep the module, too.
     @functools.wraps(getattr(method, "__func__", method))
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(bind(), *args, **kwargs)
@@ -374,7 +379,7 @@ class OutsideParameters(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """The unsharded parameter `key` inside a pass, the sharded one outside."""
         engine = self._engine_of()
-        place = self._places.get(self.get(key))
+        place = self._places.get(self.get(key))  # `dict.get` does not come back here
         if place is not None and engine is not None and engine.current is not None:
             return read_weight(engine, *place)
         return super().__getitem__(key)

@@ -78,7 +78,7 @@ class Ends:
 
     def end_pass(self, graph: object) -> None:
         """A forward with gradients is over."""
-        if self._has_block:
+        if self._has_block:  # else this pass does not show on which side units are
             self._late.update(self._so_far)
         self._waiting.append(weakref.ref(graph))
 

@@ -51,6 +51,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     engine.check_structure()
     for unit in engine.units:
         unit.guard.check()
+    # So errors can name ranks that run more forwards, also forwards that gather nothing.
     engine.ranks.recorder.log.add(RecordKind.FORWARD)
     changed = engine.expire_slots()
     for unit in engine.units:
@@ -60,7 +61,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     forward = Forward(engine, units)
     for head in engine.tied:
         head.put_back()
-    engine.phase = forward
+    engine.phase = forward  # last: an error above leaves the engine between passes
     return forward
 
 
@@ -106,6 +107,7 @@ class Forward(Phase):
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used
         self._beside: set[int] = set()  # resident units that are used beside the program
+        # They were present since the last pass, and their slots may have expired: the first read all-gathers.
         for unit in engine.resident:
             unit.guard.set_classes(is_present=False)
         engine.streams.observe(StepPart.FORWARD, ROOT_UNIT, begins=True)
@@ -217,6 +219,7 @@ class Forward(Phase):
         """
         engine = self._engine
         everywhere = engine.ranks.gather_objects("all-gather a unit out of order", wanted)
+        # Several ranks may want another one each: all choose alike.
         chosen: int | None = min((unit for unit in everywhere if unit is not None), default=None)
         if chosen is None:
             return None
@@ -271,6 +274,7 @@ class Forward(Phase):
         if self._has_graph:
             for unit in engine.units[1:]:
                 unit.guard.end_pass()
+        # After a failure each collective raises, and an interrupt (Ctrl-C) must not wait for other ranks.
         if error is not None and (engine.ranks.failure is not None or not isinstance(error, Exception)):
             return None
         # A rank with a failed forward still takes part in the exchanges.

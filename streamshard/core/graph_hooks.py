@@ -53,7 +53,7 @@ def watch_lookups(output: Any, engine: Engine, unit: Unit) -> None:
     if engine.phase is None or not engine.phase.is_forward:
         return
     for node in _lookups_in(output):
-        guard, place = weight_at(node.next_functions[0][0])
+        guard, place = weight_at(node.next_functions[0][0])  # an embedding's first input is its weight
         if guard is not unit.guard or (indices := saved_as_it_is(node._raw_saved_indices)) is None:
             continue
         param = unit.params[place]
@@ -86,6 +86,7 @@ def _keep_lookup(
 ) -> tuple[None] | None:
     """Backward has come to a look-up: keep the gradient of its output, unless that of the weight is smaller."""
     (grad,) = grads
+    # Only an open backward reduces look-ups. With ``create_graph=True`` the weight's gradient itself needs a graph.
     if grad is None or grad.numel() >= param.layout.numel or not engine.reductions.is_open or torch.is_grad_enabled():
         return None
     with AsTensors():
@@ -134,8 +135,8 @@ def _begin_backward(engine: Engine) -> Backward:
     backward = Backward(engine)
     finish = functools.partial(untraced, backward.finish)
     backward.callback_of = weakref.ref(finish, backward.break_off)
-    queue_callback(finish)
-    engine.phase = backward
+    queue_callback(finish)  # from here on only autograd holds `finish`
+    engine.phase = backward  # before `begin`: if that raises, `break_off` has something to end
     backward.begin()
     return backward
 
@@ -209,7 +210,7 @@ def _take_tied_gradient(engine_of: Callable[[], Engine | None], engine: Engine, 
     phase = engine.phase
     # In a backward inside the backward, of a reentrant checkpoint, the next chunk may need the weight.
     is_outer = isinstance(phase, Backward) and phase.task == graph_task_id()
-    if is_ordinary and is_outer and head.pass_by():
+    if is_ordinary and is_outer and head.pass_by():  # `pass_by` last: it lets reads of the weight be noticed
         engine.reductions.write_early(unit, param, grad)
         return
     with AsTensors():
@@ -234,7 +235,7 @@ def _accept_gradient(engine: Engine, param: Param, view: torch.Tensor) -> None:
     """Raise if the gradient of `param` cannot be reduced. Begin a backward if none runs."""
     with AsTensors():
         grad = get_grad(view)
-        set_grad(view, None)
+        set_grad(view, None)  # while this may raise: a refused one is never reduced
     if grad is None:  # the parameter was frozen in this backward
         return
     refuse_without_room(param)

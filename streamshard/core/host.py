@@ -204,6 +204,7 @@ class HostState:
         sizes = [flat.layout.shard_numel for flat in trained]
         buffers = list(staging.narrow(0, 0, sum(sizes)).split(sizes))
         if adds:
+            # A factor counts for the gradients in memory, not for those that are added to them.
             if not self.grads.multiplied.isdisjoint(unit.params):
                 self.settle()
             free.wait(StreamName.FETCH)  # rule 8
@@ -246,6 +247,7 @@ class HostState:
 
     def add_step(self, step: Any) -> None:
         """Carry out `step`, a `LateStep`, later, unit by unit. Versions say by now that its weights have changed."""
+        # Compute has written the options and factors that the step reads.
         self._written.record()
         self._is_busy = True
         self._late.append(step)

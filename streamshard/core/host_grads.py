@@ -87,6 +87,7 @@ class HostGrads:
         for param in params:
             grad: Any = param.grad
             owner = self._owner_of(grad)
+            # Reductions take 2-norms, and factors come later.
             if owner is not None and order == 2.0 and owner in self._normed and owner not in self._factors:
                 norms.append(self._norm_of[owner])
             else:

@@ -44,6 +44,7 @@ def chunk_bytes(units: Iterable[Unit]) -> int:
     """Device bytes of both chunks when Adam steps `units`: all that a chunk of the largest flat parameter copies."""
     largest = 0
     for flat in (flat for unit in units for flat in unit.trained):
+        # Main weights, main grads and Adam's two moments in fp32, and the weights as they are sent.
         each = 16 + flat.kind.wire_dtype.itemsize * (flat.kind.wire_dtype is not flat.kind.main_dtype)
         largest = max(largest, each * min(flat.layout.shard_numel, CHUNK_NUMEL))
     return 2 * largest
@@ -153,6 +154,7 @@ class LateStep:
     ) -> None:
         self._kind = type(optimizer)  # the optimizer itself may go, and `HostState.moments` with it
         self._attributes = _copied({k: v for k, v in vars(optimizer).items() if k not in _REPLACED}, host.copy_of)
+        # A scheduler may change them, tensors in place, before the step is carried out.
         self._options = [map_tensors({**group, "params": []}, host.copy_of) for group in optimizer.param_groups]
         # Kernels of such groups read counters on the device.
         counts_there = [bool(group.get("fused") or group.get("capturable")) for group in optimizer.param_groups]
@@ -210,10 +212,12 @@ class LateStep:
         kind: Any = self._kind
         # For each chunk: a step may change them in place.
         options = [map_tensors(each, torch.clone) for each in self._options]
+        # A constructor would want arguments that nobody has kept.
         stand_in = object.__new__(kind)
         stand_in.__dict__ = {
             **_copied(self._attributes),
             **dict.fromkeys(_HOOKS, {}),
+            # Empty groups stay: some optimizers find settings by a group's place.
             "param_groups": [{**each, "params": groups.get(number, [])} for number, each in enumerate(options)],
             "state": defaultdict(dict, state),
         }
@@ -313,6 +317,7 @@ class _Chunk:
                 if not is_moment(key, part.entry.param, value):
                     continue
                 if (buffer := moments.get((key, value.dtype))) is None:  # the first step
+                    # Zeros: the range may have parameters that no step has reached.
                     buffer = moments[key, value.dtype] = value.new_zeros(self._numel)
                 place = buffer[begin : begin + numel]
                 if value.data_ptr() != place.data_ptr():
@@ -376,7 +381,7 @@ def late_steps(optimizer: Optimizer, on_host: Sequence[ShardedParameter]) -> lis
             place = None if host is None else host.find(param)
             with AsTensors():
                 if host is not None and place is not None and (grad := get_grad(param)) is not None:
-                    place[2].adopt_grad(grad)
+                    place[2].adopt_grad(grad)  # a chunk copies main grads, not what the user has put into `.grad`
                     found[host].append((*place, number))
     return [(host, LateStep(optimizer, places, host)) for host, places in found.items()]
 

@@ -48,9 +48,10 @@ _PLAIN = "_streamshard_plain"  # attribute of a stand-in: its parameters, by the
 _LATE = "_streamshard_late"  # attribute of a stand-in: the late steps of models in host memory
 
 
-@functools.cache
+@functools.cache  # torch's hook is global, and would look twice
 def watch_optimizers() -> None:
     """From the first sharded model on, look at each optimizer before it steps."""
+    # The hook of all optimizers: one may be older than the model, or inside another one.
     register_optimizer_step_pre_hook(functools.partial(untraced, _look_at))
 
 
@@ -160,7 +161,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     kept: Any = optimizer.state  # keys may be names
     keys: Any = map(plain.get, kept, kept)
     state = defaultdict(dict, zip(keys, kept.values(), strict=True))
-    stand_in: Any = object.__new__(type(optimizer))
+    stand_in: Any = object.__new__(type(optimizer))  # its constructor would want arguments
     stand_in.__dict__ = {**optimizer.__dict__, "param_groups": groups, "state": state, _PLAIN: plain, _LATE: late}
     _lend_grads(plain, are_made=closure is None)
     if closure is None:
@@ -222,7 +223,7 @@ def _after_step(may_keep_grads: bool, optimizer: Optimizer, args: Any, kwargs: A
     state = stepped.pop("state")
     optimizer.state.update(zip(map(sharded.get, state, state), state.values(), strict=True))
     optimizer.__dict__.update(stepped)
-    if may_keep_grads:
+    if may_keep_grads:  # a declared class: those of the list keep none
         _refuse_kept_grads(optimizer, plain)
     changed: list[torch.Tensor] = []
     with AsTensors():
@@ -314,6 +315,7 @@ def _cut(optimizer: Optimizer, piece: Piece, values: dict[str, Any], device: tor
         if not isinstance(value, torch.Tensor) or value.shape == piece.local_shape:
             continue
         is_full = tuple(value.shape) == piece.shape and (value.ndim > 0 or name not in NUMBERS)
+        # Of other packages a tensor of another shape may be scales of blocks, and a full one may be no moment.
         is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
         if is_full and is_of_torch:
             values[name] = piece.cut(value).to(device)

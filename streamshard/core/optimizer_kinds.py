@@ -93,6 +93,7 @@ class StepsWhole(Protocol):
 
 def steps_whole(optimizer: Optimizer) -> StepsWhole | None:
     """`optimizer`, if it is a `WholeParameterOptimizer`, or is around one."""
+    # By an attribute: `streamshard.optim` lies above this module.
     return cast(StepsWhole, optimizer) if hasattr(optimizer, "owner_of") else None
 
 

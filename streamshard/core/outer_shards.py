@@ -136,6 +136,7 @@ class OuterShards(OverReplicas):
         parts = scratch.narrow(0, 0, sum(sizes)).split(sizes)
         works = [
             self.ranks.transport.start_reduce(
+                # The reduction in the shard group has divided by the number of all ranks.
                 Reduction(buffer, flat.main_grads, part, ReductionMode.FP32, adds, flat.tag, divisor=1.0)
             )
             for flat, buffer, part in zip(unit.trained, buffers, parts, strict=True)

@@ -117,7 +117,7 @@ class Param:
         with AsTensors():
             if grad is not self.given or not grad.numel():  # an empty tensor has no address
                 return grad is self.given
-            return grad.data_ptr() == self.flat_main_grads.data_ptr() + 4 * self.local.shard_offset
+            return grad.data_ptr() == self.flat_main_grads.data_ptr() + 4 * self.local.shard_offset  # in fp32
 
     def adopt_grad(self, grad: torch.Tensor) -> bool:
         """Copy `grad`, the parameter's ``.grad``, into the main grads, unless it `is_given`. Returns whether it is."""
@@ -318,6 +318,7 @@ class FlatParam:
         elif self.may_drop:
             # Not by the ledger: compute waits for all uses before this memory goes, so no other stream holds it back.
             self.main_grads = torch.empty(numel, dtype=torch.float32, device=self.main.device)
+            # Only the storage: the tensors in it stay, and have memory again in the next reduction.
             self.main_grads.untyped_storage().resize_(0)
             self._ledger.hold(Category.MAIN_GRADS, self.main_grads)
         else:

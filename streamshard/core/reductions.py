@@ -186,6 +186,7 @@ class Reductions:
         """
         is_new = unit.index in self.made
         self.made.discard(unit.index)
+        # Whether this rank has gradients must not decide about a collective.
         if not (unit.is_trainable or unit.grads.has_unreduced) or not (self._reduces or is_new):
             return
         if unit.grads.early and self.is_open:
@@ -266,7 +267,7 @@ class Reductions:
                 self.over_replicas.finish()
             works, self._under_way = self._under_way, []
             if self._gives_next is not None:
-                works += self._gives_next[1].works
+                works += self._gives_next[1].works  # no reduction behind it has let it give early
             self._done.record(*works)
             if follows_step is not None:
                 self.used.start(follows_step)
@@ -288,7 +289,7 @@ def call_hooks(params: Sequence[nn.Parameter], progress: Progress) -> None:
     if any(all_hooks):
         with progress.calling_hooks():
             for param, hooks in zip(params, all_hooks, strict=True):
-                for hook in list((hooks or {}).values()):
+                for hook in list((hooks or {}).values()):  # a copy: a hook may remove itself
                     hook(param)
 
 
@@ -324,6 +325,7 @@ class UsedParams:
             count = stage.transport.flags_numel(count)
             self._flags.append(ledger.allocate(Category.FLAGS, count, torch.uint8))
         # [rows, flags], whose maximum over rows is that of all ranks.
+        # One rank has no flags: torch finds no -1 beside 0.
         self._everywhere = self._flags[-1].view(-1, max(self._flags[0].numel(), 1))
         self._sent: list[int] = []
         self._steps: torch.Tensor | None = None  # on a device: the last numbers of all ranks, on the host
@@ -353,7 +355,7 @@ class UsedParams:
         flags: list[int] = []
         for unit in self._units:
             flags += map(use_of, unit.params)
-        counted = self.micro_batches % 256
+        counted = self.micro_batches % 256  # in a byte
         flags += counted, 255 - counted, follows_step, not follows_step
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same

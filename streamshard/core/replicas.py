@@ -116,6 +116,7 @@ class Replicas(OverReplicas):
         self.optimizers: WeakSet[Any] = WeakSet()
 
     def _start(self, unit: Unit) -> None:
+        # One for each: the averages of several units are under way.
         averaged = Fence(self.ranks.streams, Rule.RESULTS_ARRIVED, StreamName.REPLICA, "averaged main grads")
         averaged.record(*[self.ranks.transport.start_average(flat.main_grads, flat.tag) for flat in unit.trained])
         self._under_way[unit.index] = averaged

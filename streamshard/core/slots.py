@@ -75,7 +75,7 @@ class Ledger:
 
     def free(self, buffers: Sequence[torch.Tensor]) -> None:
         """Forget `buffers`. Nobody uses them any more."""
-        freed = set(map(id, buffers))
+        freed = set(map(id, buffers))  # `in` a list would compare elements
         for buffer in buffers:
             self._transport.free_visible(buffer)
         self.buffers = [(kind, held) for kind, held in self.buffers if id(held) not in freed]

@@ -220,6 +220,7 @@ class Unit:
             self.guard.set_present(is_bound)  # resident ones stay present, from their first use in a pass on
         for owner_of, key, values in self._bindings:
             if (owner := owner_of()) is not None:
+                # `nn.Module.__setattr__` costs host time, and models redefine it.
                 owner.__dict__[key] = values[is_bound]
 
     def new_leaves(self) -> list[nn.Parameter]:

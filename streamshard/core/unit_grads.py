@@ -33,6 +33,7 @@ from streamshard.guards.sharded_parameter import drop_unreduced, keep_unreduced
 from streamshard.guards.sharded_tensor import WHY_EARLIER, Life, ShardedTensor
 from streamshard.torch_private import AsTensors, get_grad, set_grad, storage_uses, tensor_uses
 
+# Measured as `_renew` counts: interpreters differ in how often a call refers to its argument.
 _REFERENCES = 1 + max(map(getrefcount, [object()]))  # to `Param.given` in Python: in the parameter and a list
 _ATTRIBUTES = 2  # of a gradient: its piece and its life
 _is_there = partial(operator.is_not, None)
@@ -40,7 +41,7 @@ _sharded_of, _given_of, _was_given, _main_grads_of = map(
     operator.attrgetter, ("sharded", "given", "was_given", "main_grads")
 )
 _grad_of = operator.attrgetter("grad")
-_RANGES = 8  # of rows of an embedding
+_RANGES = 8  # of rows of an embedding: one range of its gradient exists at a time
 
 
 class GradState(enum.IntEnum):
@@ -173,6 +174,7 @@ class UnitGrads:
         if absent and not adds:  # the places of frozen parameters too: main grads may be kept and added to
             torch._foreach_zero_(absent)
         write_grads(made, grads, adds=adds)
+        # Else the allocator lends the memory to the stream that made it before these copies have read it.
         for grad in (*grads, *beside) if others else ():
             grad.record_stream(current)
 
@@ -409,6 +411,7 @@ def write_lookups(place: torch.Tensor, lookups: list[Lookup], dense: torch.Tenso
         for grad, indices, padding in lookups:
             local = indices - first
             local = local.masked_fill((local < 0) | (local >= others) | (indices == padding), others)
+            # As its padding row the kernel leaves out the last one.
             made = torch.ops.aten.embedding_dense_backward(grad, local, others + 1, others, False)[:others]
             total = made if total is None else total.add_(made)
         assert total is not None

@@ -353,7 +353,7 @@ def _check_finite(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kw
     if tensor.piece.host is not None:
         tensor.piece.host.wait_for_others()
     result = func(*args, **kwargs)
-    tensor.piece.ranks.all_reduce(args[1], maximum=True, with_replicas=True)
+    tensor.piece.ranks.all_reduce(args[1], maximum=True, with_replicas=True)  # `found_inf`
     return result
 
 

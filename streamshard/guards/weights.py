@@ -101,6 +101,7 @@ class _Absent(_Guarded):
         kwargs, called, name = kwargs or {}, getattr(func, "__name__", ""), name_of(func)
         if name in ("requires_grad", "requires_grad_") or (name == "grad" and called == "__get__"):
             args = (args[0].guard_of().params[args[0].place], *args[1:])  # the unsharded parameter may be out of date
+        # Its storage is the slot, in which other weights may be.
         elif answers_without_values(func) and name != "untyped_storage":
             with AsTensors():
                 return func(*args, **kwargs)
@@ -279,6 +280,7 @@ class WeightGuard:
     def begin_use(self) -> None:
         """Layers are about to compute: forget earlier writes."""
         self.is_gone = False
+        # Autograd has saved weights of this slot at these versions, and finds them unchanged.
         set_versions(self._aliases, self._versions)
         self._before.clear()
 
@@ -376,6 +378,7 @@ def _refuse(name: str, what: str) -> NoReturn:
     )
 
 
+# 8 digits: `ABSENT_VERSION` or more.
 _MODIFIED = re.compile(r"version \d{8,}|another view of its base has been modified")  # in autograd's error
 
 
@@ -392,6 +395,7 @@ def explain_version(error: BaseException | None) -> str | None:
     )
 
 
+# Autograd raises its error by itself: it can be explained when it has ended the process.
 @atexit.register
 def _explain_at_exit() -> None:
     if (why := explain_version(uncaught())) is not None:

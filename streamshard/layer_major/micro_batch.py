@@ -252,6 +252,7 @@ class MicroBatch:
         # A gradient that later segments have left for an input comes first in autograd's sum, as in one backward.
         roots.update((edge, self._left.pop(edge)) for edge in inputs if edge in self._left)
         outputs, wanted = ([GradientEdge(*edge) for edge in each] for each in (roots, edges))
+        # Unused: a look-up keeps the gradient of its output, and makes none of the weight.
         made = torch.autograd.grad(outputs, wanted, list(roots.values()), allow_unused=True)
         del roots  # their gradients are freed before others are added
         for edge, grad in zip(inputs, made, strict=False):

@@ -115,7 +115,7 @@ class LayerMajorStep:
         """The losses [], detached, in order. Gradients are there afterwards, as after a backward."""
         new, device = new_greenlets(), self._engine.streams.device
         outer = take_state(device)
-        outer.put()
+        outer.put()  # `take_state` has emptied the stacks of the thread
         states = with_other_numbers(outer, len(self._losses))
         units = {unit.guard: unit for unit in self._engine.units}
         self._micro_batches = [
@@ -129,6 +129,7 @@ class LayerMajorStep:
         finally:
             self._sums.swap()
             self._engine.reductions.used.micro_batches = 1
+        # `put` enters hooks and modes once more.
         take_state(device)
         outer._replace(random=self._micro_batches[0].state.random).put()  # else each step would draw the same numbers
         return [micro_batch.loss for micro_batch in self._micro_batches]
@@ -198,6 +199,7 @@ class LayerMajorStep:
             backward.enter(graph)
             turn = self._next_visit() or Visit(self._last, [])  # all may have skipped the last unit
             self._visits.append(turn)
+            # Reversed: a unit's first visit counts, to which backward comes last.
             first_of = {visit.unit: place for place, visit in reversed(list(enumerate(self._visits)))}
             for place, visit in reversed(list(enumerate(self._visits))):
                 closing = visit.unit if first_of[visit.unit] == place else None  # no micro-batch comes to it again

@@ -95,6 +95,7 @@ def find_units(
     layers = sorted(set(chosen), key=order.__getitem__)
     held = {inner for layer in layers for inner in modules_inside(layer)}
     around = {module: _inside(module, held) for module in wanted if module not in held}
+    # `_check_units` refuses the root.
     beside = [module for module, inside in around.items() if not inside or module is root]
     _check_units(layers, beside, names)
     resident_layers = {*wanted, *towers, *itertools.chain.from_iterable(around.values())}
@@ -108,8 +109,10 @@ def find_units(
     found.sort(key=lambda unit: order[unit.modules[0]])
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
     for position, unit in enumerate(found):
+        # It has no twin to take turns with, and would size the slots of the others.
         if any(kinds[type(layer)] == 1 for layer in unit.modules):
             found[position] = unit._replace(is_resident=True)
+    # Once more: `coalesce` needed sizes, and large modules take their parameters from the root unit.
     return _with_params(root, [root_unit, *found])
 
 
@@ -178,6 +181,7 @@ def coalesce(units: Sequence[FoundUnit], at_least: int) -> list[FoundUnit]:
 
 def _select(given: _NamedModules, names: dict[nn.Module, str], what: str) -> list[nn.Module]:
     """The modules that `given` names; `what` is the argument's name, for errors."""
+    # A ModuleList stands for the modules in it.
     if isinstance(given, type | str | nn.Module) and not isinstance(given, nn.ModuleList):
         given = [given]
     found: list[nn.Module] = []

@@ -78,6 +78,7 @@ def plan_steps(visits: Sequence[int], plan: SlotPlan, *, reduce: bool) -> list[l
         free_at[slot] = visit + 1
         steps[step].append(Op(unit))
     if reduce:
+        # A dict keeps a unit's last visit.
         behind_last = dict(zip(visits, range(1, len(steps)), strict=True))
         for unit, step in behind_last.items():
             steps[step].insert(0 if plan.grads_take_weight_slots else len(steps[step]), Op(unit, is_reduction=True))
@@ -137,7 +138,7 @@ class Schedule:
         Returns:
             The operations that have become possible, `unit`'s all-gather included.
         """
-        if self.used[-1:] != [unit]:
+        if self.used[-1:] != [unit]:  # layers of a unit share a visit
             self.used.append(unit)
         visit = self.find(unit)
         if visit is None:
@@ -293,6 +294,7 @@ def join_orders(orders: Iterable[Sequence[int]], otherwise: Sequence[int]) -> tu
         orders: units in order of use. The n-th use of a unit in one order is its n-th use in the others.
         otherwise: an order of all units, for pairs that `orders` leave open.
     """
+    # Reversed: the first place of a unit counts.
     place = {unit: position for position, unit in reversed(list(enumerate(otherwise)))}
     sorter = TopologicalSorter[tuple[int, int]]()  # of uses: (unit, n) is the unit's n-th use
     for order in orders:

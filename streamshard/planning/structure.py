@@ -96,6 +96,7 @@ def tie_on_meta(root: nn.Module) -> None:
     known: dict[tuple[object, ...], nn.Parameter] = {}
     for module in modules_inside(root):
         for key, param in module._parameters.items():
+            # Lazy and sparse ones have no storage to compare.
             if param is not None and not is_lazy(param) and param.layout is torch.strided and param.is_meta:
                 storage = param.untyped_storage()._cdata  # on meta all addresses are 0
                 place = (storage, param.storage_offset(), param.shape, param.stride(), param.dtype)
