@@ -130,7 +130,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
         empty = _agree_on_empty(ranks, checked.on_meta, parts)
         found, in_fp32 = lower_model(module, checked.found, checked.in_fp32)
         checked = checked._replace(found=found, in_fp32=in_fp32)
-        for each in module.parameters():
+        for each in params_of(module).values():
             form_of(each).move(each, ranks.streams.device)
         taking = _taking_weights(checked, ranks, empty)
         engine = _make_engine(checked, connected, taking)
