@@ -253,7 +253,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("SharedMemoryTransport.sum_until", Swap("_order(chunks,", "_order(chunks[::-1],"), "same_bits:fp32"),
         ("SharedMemoryTransport.progress", Swap(" or each.written[place] != written[place]", ""), "shared_memory:mix"),
         ("SharedMemoryTransport._await", Drop("if counter <= Counter.READ and"), "shared_memory:another_copies"),
-        ("SharedMemoryTransport._await", Swap("counter <= Counter", "counter is Counter"), "accumulate:different_numbers"),
+        ("SharedMemoryTransport._await", Swap("counter <= Counter", "counter is Counter"), "accumulate:different"),
         ("SharedMemoryTransport._everywhere", Swap("self._among", "range(self.world_size)"), "transport:same_experts"),
         ("SharedMemoryTransport.among", Swap(", other._group_of =", ", _ ="), "transport:same_experts"),
     ],
@@ -348,7 +348,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "core/reductions": [
         ("Reductions.summing", Drop("self.divide_by(before)"), "transformers:training_equals"),
-        ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different_numbers"),
+        ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
         ("Reductions.start", Drop("self.over_replicas.finish_before(unit)"), "replicas"),
