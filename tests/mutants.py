@@ -210,11 +210,12 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "comm/tree": [("gather_to_first", Swap("known.setdefault(each, each)", "each"), "tree:equal")],
     "comm/watchdog": [
-        ("_after_fork_in_child", Drop("_watchdog = "), "flight_recorder:forked"),
+        ("_after_fork_in_child", Drop("flight_recorder.watched, _watchdog = "), "flight_recorder:forked"),
         ("_after_fork_in_child", Swap("_Watchdog(inherited)", "_Watchdog()"), "shared_memory:forked"),
         ("_after_fork_in_child", Swap("[_watchdog.inherited, ", "["), "shared_memory:forked"),
     ],
     "comm/flight_recorder": [
+        ("FlightRecorder.__init__", Swap(" and not is_beside_training", ""), "flight_recorder:apart"),
         ("FlightRecorder._find_difference", Swap(" or self._is_beside_training", ""), "flight_recorder:apart"),
         ("FlightRecorder._find_difference", Swap(" and _COLLECTIVE.match(shown.place)", ""), "flight_recorder:library"),
         ("FlightRecorder._show_if_idle", Drop("elif self._shown is not None"), "flight_recorder:takes_it_back"),

@@ -13,13 +13,19 @@ The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether 
   group's timeout ends such a wait.
 - On devices no host waits for collectives. There a rank counts as waiting when it has issued nothing for 30 seconds.
 
+A missing rank may stand in a collective of another model, and wait for this one there. All ranks call the collectives
+of all models in one order. So if a missing rank has started another model, neither can go on, and the watchdog ends the
+wait. So it does if the missing rank has waited for 30 seconds in another model, of which it has issued more collectives
+than this rank; on devices hosts do not wait. (If a rank skips layers, orders may differ for a while in a backward
+through two models.)
+
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
 stands in one, and has called more of them than this rank, neither can go on, and on CPUs the watchdog ends the wait.
 The missing rank's watchdog reads and logs this failure: the other library's error would not tell it.
 
 A save in the background waits in a thread of its own, so a rank that has not come to it may be anywhere: its main
-thread may be ahead in another library's collective.
+thread may be ahead in another model, or in another library's collective.
 """
 
 from __future__ import annotations
@@ -28,13 +34,14 @@ import enum
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from streamshard.comm.groups import connection_advice
-from streamshard.comm.host_groups import log_store
+from streamshard.comm.host_groups import log_store, state_of_default
 from streamshard.comm.streams import Entry, IssueLog
 from streamshard.errors import line_reached, log
 from streamshard.torch_private import count_collectives
@@ -49,6 +56,10 @@ _LOGS_WITHIN_S = 1.5  # after an error, the longest wait for the logs of other r
 
 # A rank there waits for all ranks. torch counts messages between two ranks, and calls of other threads, too.
 _COLLECTIVE = re.compile(r"dist\.(?!i?send|i?recv|batch_isend_irecv|monitored_barrier)\w+\(\)")
+
+# One entry for each `RankGroup` of this process with other ranks: a function that returns its method `abort`, or None
+# once the `RankGroup` is gone; and its recorder.
+watched: tuple[tuple[Callable[[], Callable[..., None] | None], FlightRecorder], ...] = ()
 
 _ADVICE = (
     "All ranks have to call forward (evaluation and generate() too), backward, norms, and functions that collect or "
@@ -92,6 +103,8 @@ class Shown(NamedTuple):
         others: the number of collectives on the default process group so far, other libraries' included.
         place: the line of its script that the rank has reached, see `line_reached`.
         has_left: the rank's model is gone, so that nothing follows.
+        models: the number of models that the rank has started on these ranks.
+        is_waiting: its host waits for other ranks.
     """
 
     entries: Mapping[int, Entry]
@@ -100,6 +113,8 @@ class Shown(NamedTuple):
     others: int
     place: str = ""
     has_left: bool = False
+    models: int = 0
+    is_waiting: bool = False
 
     @classmethod
     def of(cls, log: IssueLog) -> Shown:
@@ -165,8 +180,14 @@ class FlightRecorder:
         self._reports = 0  # warnings of this wait so far: after 30, 60, 120, .. seconds
         self._key = ""
         self._store: Any = None  # None: there is one rank, or the process that hosts the store has ended
+        self._members: tuple[int, ...] = ()
+        self._started = Counter[tuple[int, ...]]()
         if group is not None and self._world_size > 1:
             self._store, self._key = log_store(group)
+            self._members = tuple(dist.get_process_group_ranks(group))
+            self._started = state_of_default().started
+        if self._members and not is_beside_training:
+            self._started[self._members] += 1
 
     # -- logs in the store ------------------------------------------------------------------------------------------
 
@@ -193,7 +214,9 @@ class FlightRecorder:
             self._write(shown)
 
     def _write(self, shown: Shown) -> None:
-        shown = shown._replace(place=line_reached())
+        shown = shown._replace(
+            place=line_reached(), models=self._started[self._members], is_waiting=bool(self.log.waits)
+        )
         self._ask("set", f"{self._key}{self.rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
 
     def leave(self) -> None:
@@ -239,6 +262,23 @@ class FlightRecorder:
             if not self._has_streams and shown.others > own.others and _COLLECTIVE.match(shown.place):
                 where = f"another library's collective on the default process group, which rank {self.rank}"
                 return f"rank {peer} has not come: it is in {where} has not called: {shown.place}. {_ADVICE}"
+            if does := self._found_elsewhere(peer, shown, own.total):
+                return f"rank {peer} has not come: it {does}, unlike rank {self.rank}, at {shown.place}. {_ADVICE}"
+        return None
+
+    def _found_elsewhere(self, peer: int, shown: Shown, total: int) -> str | None:
+        """What `peer` does with another model, before this rank; `shown` has less than `total` entries of its log."""
+        if shown.models > self._started[self._members]:
+            return "has started another StreamShard(model)"
+        for _, other in watched:
+            if other is self or other._is_beside_training or other._members != self._members:
+                continue
+            theirs, later = other._read().get(peer), self._read().get(peer)  # in this order: `peer` may go on meanwhile
+            if theirs is None or later is None or not theirs.is_waiting:
+                continue
+            idle_s = time.time() - max(theirs.time_s, later.time_s)
+            if theirs.total > other.log.count and later.total < total and idle_s > _REPORT_AFTER_S:
+                return f"{theirs.last(other.names)} of another model"
         return None
 
     def _describe_missing(self, logs: Mapping[int, Shown], *, among_shown: bool = False) -> str | None:

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class GroupState:
         host_of: returns StreamShard's own gloo group of the same ranks, or None. The own group returns itself.
         background_of: the same for saves in the background.
         recorders: the number of flight recorders that the group has had.
+        started: of the default group, by ranks, the number of models that this process has started on them.
         log_store: the part of the store in which flight recorders write; None: there was no recorder.
         connection: of the default group, a second connection to the store.
         abandoned: messages that nobody has waited for.
@@ -64,6 +66,7 @@ class GroupState:
         self.is_ours = self.is_closed = False
         self.host_of = self.background_of = weak(None)
         self.recorders = 0
+        self.started = Counter[tuple[int, ...]]()
         self.log_store: Any = None
         self.connection: Any = None
         self.abandoned: list[dist.Work] = []

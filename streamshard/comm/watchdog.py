@@ -16,17 +16,11 @@ _END_WITHIN_S = 5.0  # at exit, the longest wait for the watchdog
 
 
 class _Watchdog:
-    """A thread that looks after the ranks of all recorders, twice a second. Starts with the first ones.
+    """A thread that looks after the ranks of all `watched` recorders, twice a second. Starts with the first ones.
 
     Args:
         inherited: in a forked child: keeps the ranks of its parents.
-
-    Attributes:
-        watched: an entry for each `RankGroup` of this process with other ranks: a function that returns its method
-            `abort`, or None once the `RankGroup` is gone; and its recorder.
     """
-
-    watched: tuple[tuple[Callable[[], Callable[..., None] | None], FlightRecorder], ...] = ()
 
     def __init__(self, inherited: Sequence[object] = ()) -> None:
         self.inherited = inherited
@@ -35,8 +29,8 @@ class _Watchdog:
 
     def watch(self, recorder: FlightRecorder, abort: Callable[..., None]) -> None:
         """See `look_after`."""
-        known = (each for each in self.watched if not each[1].has_left)
-        self.watched = (*known, (weakref.WeakMethod(abort), recorder))
+        known = (each for each in flight_recorder.watched if not each[1].has_left)
+        flight_recorder.watched = (*known, (weakref.WeakMethod(abort), recorder))
         if self._thread is None:
             # A daemon: Python would wait for another thread before it calls `end`.
             self._thread = threading.Thread(target=self._run, name="streamshard watchdog", daemon=True)
@@ -47,7 +41,7 @@ class _Watchdog:
             self._look()
 
     def _look(self) -> None:  # a method of its own, so that no variable keeps ranks alive between looks
-        for abort_of, recorder in self.watched:
+        for abort_of, recorder in flight_recorder.watched:
             if (abort := abort_of()) is None:
                 recorder.leave()
             else:
@@ -60,7 +54,7 @@ class _Watchdog:
         """
         if self._thread is None:
             return
-        recorders = [recorder for abort_of, recorder in self.watched if abort_of() is not None]
+        recorders = [recorder for abort_of, recorder in flight_recorder.watched if abort_of() is not None]
         if (error := uncaught()) is not None:
             for recorder in recorders:
                 recorder.post_failure(f"its process ends with {describe(error)}")
@@ -90,11 +84,11 @@ def _after_fork_in_child() -> None:
     The child keeps its parent's ranks for ever: they would unmap memory that the child does not have.
     """
     global _watchdog
-    for _, recorder in _watchdog.watched:
+    for _, recorder in flight_recorder.watched:
         what = f"this process was forked from rank {recorder.rank} and has no connection to other ranks"
         recorder.log.failure = f"{what}: start processes with the spawn method"
-    inherited = [_watchdog.inherited, *(abort_of() for abort_of, _ in _watchdog.watched)]
-    _watchdog = _Watchdog(inherited)
+    inherited = [_watchdog.inherited, *(abort_of() for abort_of, _ in flight_recorder.watched)]
+    flight_recorder.watched, _watchdog = (), _Watchdog(inherited)
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

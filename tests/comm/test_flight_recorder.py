@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -85,6 +85,41 @@ def test_ranks_that_differ_raise_and_say_what_each_does(ranks: Any, over: str, w
     if over == "sockets":  # an all-gather comes before the reduction of the unit before
         told = told.replace("gathers 'layers.2'", "gathers 'layers.1'")
     assert ranks(2).run(_caught, over, way) == 2 * [told]
+
+
+def _another_model_on_one_rank(rank: int, models: Sequence[Any]) -> None:
+    if rank == 0:
+        _model("shared memory")
+    models[0](vector_batch(0, rank))
+
+
+def _first_layers_left_out(rank: int, models: Sequence[Any]) -> None:
+    """In a backward through both models, by one rank. It reduces these layers last, behind the inner model's."""
+    inner, outer = models
+    for step in range(3):
+        if step == 2 and rank == 1:
+            outer.route = range(2, 5)
+        x = vector_batch(step, rank)
+        outer(x * inner(x)).sum().backward()
+
+
+def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Sequence[Any]], None]) -> str:
+    patience = {"PATIENCE_S": 0.1, "_SHOW_AFTER_S": 0.2, "_REPORT_AFTER_S": 0.5}
+    with mock.patch.multiple(recorder, **patience):
+        models = [_model(over), _model(over)]
+        with pytest.raises(CommunicationError, match="Join") as caught:
+            way(context.rank, models)
+    return str(caught.value)
+
+
+def test_ranks_that_are_in_different_models_raise(ranks: Any) -> None:
+    """A teacher and a student, an actor and a critic: each rank would wait for the other one until the timeout."""
+    for over, way, does in (
+        ("shared memory", _first_layers_left_out, "of another model"),
+        ("sockets", _another_model_on_one_rank, "has started another"),
+    ):
+        told = ranks(2).run(_caught_in_models, over, way)
+        assert any(does in each for each in told), told
 
 
 @on_ranks(2)
@@ -164,8 +199,11 @@ def _backward_and_note(model: Any, context: RankContext) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_may_come_late_to_a_background_save_while_main_threads_are_apart(context: RankContext) -> None:
-    """Rank 1 is late with the save, and early with another library's collective: rank 0 waits for it, and warns."""
+@pytest.mark.parametrize("ahead", ["another library's collective", "the save itself"])
+def test_a_rank_may_come_late_to_a_background_save_while_main_threads_are_apart(
+    context: RankContext, ahead: str
+) -> None:
+    """Rank 1 is late with the one, and early with the other: rank 0 waits for it, and warns."""
     store, timeout = dist.distributed_c10d._get_default_store(), datetime.timedelta(minutes=2)
     model = _model("sockets")  # before the warnings
     with _warnings() as told:
@@ -173,23 +211,31 @@ def test_a_rank_may_come_late_to_a_background_save_while_main_threads_are_apart(
         beside = background_ranks(ranks)
         for each in (ranks, beside):
             each.gather_objects("meet", None)
+        late, early = (beside, None) if ahead.startswith("another") else (ranks, beside)
+        met = threading.Thread(target=early.gather_objects, args=("save", None)) if early is not None else None
         number = torch.ones(1)
         if context.rank == 0:
-            store.wait(["ahead"], timeout)
-            waiting = threading.Thread(target=beside.gather_objects, args=("wait", None))
+            store.wait([f"ahead: {ahead}"], timeout)
+            waiting = threading.Thread(target=late.gather_objects, args=("wait", None))
             waiting.start()
             for _ in range(4):
                 while "rank 1 has not come: it has issued nothing" not in told.get(timeout=60):
                     pass
-            store.set("told", "")
-            dist.all_reduce(number)
-            waiting.join()
+            store.set(f"told: {ahead}", "")
+            if met is None:
+                dist.all_reduce(number)
+            else:
+                met.start()
         else:
-            work = dist.all_reduce(number, async_op=True)
-            store.set("ahead", "")
-            store.wait(["told"], timeout)
-            beside.gather_objects("wait", None)
-            work.wait()
+            work = dist.all_reduce(number, async_op=True) if met is None else met.start()
+            store.set(f"ahead: {ahead}", "")
+            store.wait([f"told: {ahead}"], timeout)
+            late.gather_objects("wait", None)
+            if work is not None:
+                work.wait()
+        for thread in (met, waiting if context.rank == 0 else None):
+            if thread is not None:
+                thread.join()
         assert ranks.gather_objects("meet", context.rank) == beside.gather_objects("meet", context.rank) == [0, 1]
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from streamshard import StreamShard
-from streamshard.comm import flight_recorder, watchdog
+from streamshard.comm import flight_recorder
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.host_groups import host_group_of
 from streamshard.comm.shared_memory import Counter, Offer, SharedMemoryTransport, map_memory
@@ -73,7 +73,7 @@ def _held() -> tuple[int, int]:
     host_group_of(dist.group.WORLD)  # has some too
     StreamShard(Stack())
     gc.collect()
-    while any(of() is None and not recorder.has_left for of, recorder in watchdog._watchdog.watched):
+    while any(of() is None and not recorder.has_left for of, recorder in flight_recorder.watched):
         time.sleep(0.01)
     maps = Path("/proc/self/maps").read_text().splitlines()
     return sum("memfd:streamshard" in line for line in maps), len(os.listdir("/proc/self/fd"))
