@@ -160,6 +160,7 @@ class FlightRecorder:
     Attributes:
         log: this rank's log.
         rank: this rank's number.
+        number: of this recorder among those of the group, the same on all ranks.
         names: names of units, by tag, for messages.
         difference: why this rank's wait can never succeed; None: the watchdog has found no reason.
         has_left: `leave` was called.
@@ -178,12 +179,12 @@ class FlightRecorder:
         self._shown: tuple[int, int] | None = None  # `total` and `others` of the log in the store
         self.has_left = False
         self._reports = 0  # warnings of this wait so far: after 30, 60, 120, .. seconds
-        self._key = ""
+        self.number = 0
         self._store: Any = None  # None: there is one rank, or the process that hosts the store has ended
         self._members: tuple[int, ...] = ()
         self._started = Counter[tuple[int, ...]]()
         if group is not None and self._world_size > 1:
-            self._store, self._key = log_store(group)
+            self._store, self.number = log_store(group)
             self._members = tuple(dist.get_process_group_ranks(group))
             self._started = state_of_default().started
         if self._members and not is_beside_training:
@@ -217,7 +218,7 @@ class FlightRecorder:
         shown = shown._replace(
             place=line_reached(), models=self._started[self._members], is_waiting=bool(self.log.waits)
         )
-        self._ask("set", f"{self._key}{self.rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
+        self._ask("set", f"{self.number}/{self.rank}", json.dumps([[*shown.entries.values()], *shown[1:]]))
 
     def leave(self) -> None:
         """Tell the other ranks that this rank's model is gone: its last entry alone. A second call does nothing."""
@@ -236,14 +237,14 @@ class FlightRecorder:
             self._show()
         elif self._shown is not None and self._shown[0] != self.log.count:
             self._shown = None
-            self._ask("set", f"{self._key}{self.rank}", "")  # without the key, a read under way would wait for it
+            self._ask("set", f"{self.number}/{self.rank}", "")  # without the key, a read under way would wait for it
 
     def _read(self) -> dict[int, Shown]:
         """The logs in the store, by rank, and this rank's own."""
         self._show()
         logs = {self.rank: Shown.of(self.log)}
         for peer in self._peers:
-            if text := self._get(f"{self._key}{peer}"):
+            if text := self._get(f"{self.number}/{peer}"):
                 entries, *others = json.loads(text)
                 logs[peer] = Shown({entry[0]: tuple(entry) for entry in entries}, *others)
         return logs

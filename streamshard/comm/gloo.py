@@ -15,6 +15,8 @@ from streamshard.config import ReductionMode
 # A flat parameter has one tag for its all-gathers, one for its reductions, and one for gathers of full tensors. gloo
 # ends the process if a message is longer than the buffer of its receiver, so these messages must not be mixed up.
 _TAGS_EACH = 3
+# Nor those of two models, which ranks may call in different orders: each has tags of its own.
+_TAGS_OF_MODEL, _MOST_MODELS = 1 << 20, (1 << 11) - 1
 
 
 class PairwiseTransport(Transport):
@@ -60,6 +62,7 @@ class PairwiseTransport(Transport):
     def _swap(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
         """Start to exchange tensors with the other ranks, in rank order. Empty tensors are not sent."""
         group, messages = self.group, []
+        tag += self.recorder.number % _MOST_MODELS * _TAGS_OF_MODEL
         for peer, mine, theirs in zip(self._peers(), sent, received, strict=True):
             # First the receive: gloo tells the peer that it may send, and would say so behind this rank's own bytes.
             if theirs.numel():

@@ -87,10 +87,10 @@ def state_of_default() -> GroupState:
     return GroupState() if world is None else state_of(world)
 
 
-def log_store(group: dist.ProcessGroup) -> tuple[Any, str]:
-    """For a new flight recorder of `group`: a part of the store, and a prefix for the recorder's keys in this part.
+def log_store(group: dist.ProcessGroup) -> tuple[Any, int]:
+    """For a new flight recorder of `group`: a part of the store, and the recorder's number, for its keys in this part.
 
-    All ranks get the same prefix, because they create recorders in the same order. Making a group blocks the connection
+    All ranks get the same number, because they create recorders in the same order. Making a group blocks the connection
     to the store, so each process has a second connection. Ranks of a large group have no second connection.
     """
     state, default = state_of(group), state_of_default()
@@ -107,7 +107,7 @@ def log_store(group: dist.ProcessGroup) -> tuple[Any, str]:
                 connection = default.connection = default.connection or connection.clone()
             name = store.compare_set(f"streamshard/{start}", "", uuid.uuid4().hex).decode()
             state.log_store = PrefixStore(f"streamshard/{name}", connection)
-    return state.log_store, f"{state.recorders}/"
+    return state.log_store, state.recorders
 
 
 def host_group_of(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.core.optimizer_kinds import (
@@ -36,7 +36,7 @@ from streamshard.core.optimizer_kinds import (
 )
 from streamshard.errors import ShardingError
 from streamshard.forms import successor
-from streamshard.guards.loop import note_step
+from streamshard.guards.loop import check_step, note_step
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
@@ -53,6 +53,7 @@ def watch_optimizers() -> None:
     """From the first sharded model on, look at each optimizer before it steps."""
     # The hook of all optimizers: one may be older than the model, or inside another one.
     register_optimizer_step_pre_hook(functools.partial(untraced, _look_at))
+    register_optimizer_step_post_hook(functools.partial(untraced, _look_behind))
 
 
 def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -62,7 +63,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
     params: list[Any] = list(itertools.chain.from_iterable(map(_params_of, optimizer.param_groups)))
-    note_step(params, makes_grads=_closure_of(args, kwargs) is not None)
+    check_step(params, makes_grads=_closure_of(args, kwargs) is not None)
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
         if steps_whole(optimizer):  # the optimizers inside it are looked at
@@ -76,6 +77,11 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             return
         _adopt(optimizer)  # torch calls the new hook in this step too: it comes to the optimizer's own hooks next
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
+
+
+def _look_behind(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """`optimizer` has stepped. A step that raises, on one rank alone perhaps, does not come here."""
+    note_step(params_in(optimizer.param_groups))
 
 
 def follow_model(optimizer: Optimizer) -> None:

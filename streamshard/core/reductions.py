@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from streamshard.core.outer_shards import OuterShards
     from streamshard.core.replicas import Replicas
 
+_trains_of = operator.attrgetter("trains")
 _sharded_of, _hooks_of = operator.attrgetter("sharded"), operator.attrgetter("_post_accumulate_grad_hooks")
-_EXTRA = 4  # numbers behind the flags of parameters, see `UsedParams`
+_EXTRA = 6  # numbers behind the flags of parameters, see `UsedParams`
 
 OUT_OF_STEP = (
     "ranks are out of step: since the last backward an optimizer has stepped on some ranks, and not on others. Is "
@@ -296,8 +297,9 @@ def call_hooks(params: Sequence[nn.Parameter], progress: Progress) -> None:
 class UsedParams:
     """The exchange of one flag per parameter: whether it had a gradient. Owns its fences, two for each stage.
 
-    Four more numbers come behind them. Two are for the number of micro-batches of this backward, n and 255 - n: their
-    maxima over ranks exceed 255 in sum if ranks have different n. Two say whether this backward follows a step of an
+    Six more numbers come behind them. Two are for the number of micro-batches of this backward, n and 255 - n: their
+    maxima over ranks exceed 255 in sum if ranks have different n. Two are for a hash of which parameters train, alike,
+    because a rank does not step what it has frozen. Two say whether this backward follows a step of an
     optimizer, and whether it does not: both are set if ranks have come out of step.
 
     Args:
@@ -355,8 +357,9 @@ class UsedParams:
         flags: list[int] = []
         for unit in self._units:
             flags += map(use_of, unit.params)
-        counted = self.micro_batches % 256  # in a byte
-        flags += counted, 255 - counted, follows_step, not follows_step
+        for number in (self.micro_batches, hash(tuple(itertools.chain.from_iterable(map(_trains_of, self._units))))):
+            flags += number % 256, 255 - number % 256  # in a byte
+        flags += follows_step, not follows_step
         with self._exchanging:
             if flags != self._sent:  # else the last exchange has sent the same
                 # Every rank has read the flags of the last exchange. `_fetch_steps` (on a device) or `finish` (on CPUs)
@@ -434,17 +437,23 @@ class UsedParams:
         On a device this looks at an earlier exchange, see `_fetch_steps`.
 
         Raises:
-            RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch.
+            RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch. Or it
+                has frozen other parameters.
         """
         if self._stages and not self._ranks.streams.has_streams:
             self._found = self._everywhere[:, -_EXTRA:].amax(0).tolist()
         if not self._found:
             return
-        most, others, *steps = self._found
+        most, others, trained, untrained, *steps = self._found
         if most + others > 255:
             raise RankMismatchError(
                 f"model.accumulate got {most} micro-batches on one rank and {255 - others} on another one, so that "
                 "their gradients count differently: give all ranks as many"
+            )
+        if trained + untrained > 255:
+            raise RankMismatchError(
+                "some ranks have frozen parameters (requires_grad_(False)) that train on others, and their pieces would "
+                "not be stepped: freeze the same on all ranks. A layer that only some ranks use need not be frozen"
             )
         if all(steps):
             raise RankMismatchError(OUT_OF_STEP)

@@ -92,6 +92,7 @@ class Unit:
         trained: the flat parameters that train.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
         is_trainable: a parameter requires a gradient, and has room for it; see `copy_trainability`.
+        trains: ``requires_grad`` of unsharded parameters.
         is_sent_as_is: an all-gather reads main weights themselves, which are not cast, or shards cast before.
         versions_cast: with ``offload``, `versions` at the last cast. Empty: unknown.
         grads: its gradients.
@@ -126,7 +127,7 @@ class Unit:
         self.reducing = ranks.waiting("the reduction of", self.name)
         self._streams = ranks.streams
         self._sharded: list[nn.Parameter] = []  # the user's parameters, in the order of `params`
-        self._trains: list[bool] = []  # ``requires_grad`` of unsharded parameters
+        self.trains: list[bool] = []
         self.versions_cast: list[int] = []
         # Entries of a module's `__dict__`: module, key, value while sharded, value while bound. Weak: models own units.
         self._bindings: list[tuple[weakref.ref[nn.Module], str, tuple[object, object]]] = []
@@ -148,7 +149,7 @@ class Unit:
                     self.grads.params.append(param)
         self._sharded = [param.sharded for param in self.params]
         # `FlatParam.make_unsharded` lets all but packed ones require a gradient.
-        self._trains = [not param.form.is_packed for param in self.params]
+        self.trains = [not param.form.is_packed for param in self.params]
         if not self.params:  # nothing will ever be gathered
             self.weight_slot.move(WeightState.ARRIVING, self.index)
 
@@ -251,20 +252,20 @@ class Unit:
         """
         with AsTensors():  # an AbsentWeight would answer for the sharded parameter
             wanted = list(map(_trains_of, self._sharded))
-            if wanted != self._trains:
+            if wanted != self.trains:
                 for param, trains in zip(self.params, wanted, strict=True):
                     param.unsharded.requires_grad_(trains)
-                self._trains = wanted
+                self.trains = wanted
         self.is_trainable = bool(self.trained) and any(wanted)
 
     def end_use(self) -> None:
         """Layers have computed in a forward: take over changes of ``requires_grad``, and refuse writes to weights."""
         with AsTensors():
             trains = list(map(_trains_of, self.guard.views))
-            if trains != self._trains:
+            if trains != self.trains:
                 for param, wanted in zip(self._sharded, trains, strict=True):
                     param.requires_grad_(wanted)
-                self._trains = trains
+                self.trains = trains
         self.guard.end_use()
 
     def versions(self) -> list[int]:

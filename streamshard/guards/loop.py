@@ -156,7 +156,7 @@ class Progress:
 _models: WeakSet[Progress] = WeakSet()  # an engine goes with its model
 
 
-def note_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
+def check_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
     """An optimizer, any of the process, is about to step `params`.
 
     Args:
@@ -192,4 +192,10 @@ def note_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
                 "replicas: their weights would drift apart for good. Put this optimizer into a LocalSGD too; to "
                 "average gradients again, delete the other one, and let the new one have warmup_steps"
             )
-        progress.has_stepped = True
+
+
+def note_step(params: Sequence[torch.Tensor]) -> None:
+    """An optimizer, any of the process, has stepped `params`."""
+    for progress in list(_models):
+        if not progress.names.keys().isdisjoint(params):
+            progress.has_stepped = True

@@ -151,6 +151,7 @@ class DistributedOptimizer(WrappedOptimizer):
                 if ranks.failure is not None:  # this rank cannot tell other ranks
                     raise
                 error = raised
+            self.engine.progress.has_stepped = True  # on ranks with an error too: all are told
             ranks.gather_results("step the optimizer", lambda: raise_if(error), OptimizerError)
             return result
 

@@ -93,6 +93,12 @@ def _another_model_on_one_rank(rank: int, models: Sequence[Any]) -> None:
     models[0](vector_batch(0, rank))
 
 
+def _in_another_order(rank: int, models: Sequence[Any]) -> None:
+    """Messages of equal models would fit each other; of a larger model they would end the process."""
+    for model in models if rank == 0 else reversed(models):
+        model(vector_batch(0, rank))
+
+
 def _first_layers_left_out(rank: int, models: Sequence[Any]) -> None:
     """In a backward through both models, by one rank. It reduces these layers last, behind the inner model's."""
     inner, outer = models
@@ -116,6 +122,7 @@ def test_ranks_that_are_in_different_models_raise(ranks: Any) -> None:
     """A teacher and a student, an actor and a critic: each rank would wait for the other one until the timeout."""
     for over, way, does in (
         ("shared memory", _first_layers_left_out, "of another model"),
+        ("sockets", _in_another_order, "of another model"),
         ("sockets", _another_model_on_one_rank, "has started another"),
     ):
         told = ranks(2).run(_caught_in_models, over, way)

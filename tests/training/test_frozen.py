@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import StreamShard, export_safetensors, load_checkpoint, save_checkpoint
 from streamshard.comm.streams import Collective
-from streamshard.errors import CheckpointError, ShardingError
+from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
 from tests.adversary import make_adversarial
 from tests.models import DIM, vector_batch
 from tests.races import detect_races
@@ -87,6 +88,17 @@ def test_frozen_parameters_keep_their_dtype_and_values(context: RankContext) -> 
     assert_same(full_weights(model), doubled, "weights after writing", EXACT)
     model.load_state_dict(wanted)
     assert_same(full_weights(model), wanted, "weights after loading", EXACT)
+
+
+@on_ranks(2)
+def test_a_parameter_frozen_on_one_rank_alone_is_refused(context: RankContext) -> None:
+    """Its piece there would keep its value. The rest of its unit trains. Afterwards training goes on."""
+    model = sharded_model()
+    for frozen in (True, False):
+        model.layers[1].linear.bias.requires_grad_(not (frozen and context.rank == 1))
+        with pytest.raises(RankMismatchError, match="freeze the same") if frozen else contextlib.nullcontext():
+            stack_step(model, context.call(0))
+        model.zero_grad()
 
 
 @on_ranks(2)

@@ -140,6 +140,20 @@ def test_a_rank_that_splits_a_batch_alone_is_found_out_of_step(context: RankCont
             assert _train_in_parts(sharded_model(), context.rank, parts) == found
 
 
+@on_ranks(2)
+def test_a_step_that_fails_on_one_rank_alone_is_found_by_the_next_backward(context: RankContext) -> None:
+    """Such as out of memory, caught: this rank's pieces have not been stepped."""
+    model = sharded_model()
+    optimizer = adamw(model)
+    for step in range(2):
+        loss = model(vector_batch(step, context.rank)).square().mean()
+        with pytest.raises(RankMismatchError, match="out of step") if step else contextlib.nullcontext():
+            loss.backward()
+        fails = mock.patch("torch.optim.adam._single_tensor_adam", side_effect=Trouble)
+        with contextlib.suppress(Trouble), fails if context.rank else contextlib.nullcontext():
+            optimizer.step()
+
+
 # -- an exception reaches the user as it is, and the next step is right again -----------------------------------------
 
 _small = functools.partial(TinyLM, TinyConfig(depth=3))
