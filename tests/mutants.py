@@ -338,7 +338,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("local_norms", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
-    "guards/loop": [("note_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
+    "guards/loop": [("check_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],
     "core/outer_shards": [
         ("OuterShards.begin_pass", Swap("flat.kind.trains in changed", "True"), "replicas:cross"),
         ("OuterShards._take_turn", Drop("self._staging.reverse()"), "replicas:take_turns"),

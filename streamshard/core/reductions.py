@@ -298,8 +298,8 @@ class UsedParams:
     """The exchange of one flag per parameter: whether it had a gradient. Owns its fences, two for each stage.
 
     Six more numbers come behind them. Two are for the number of micro-batches of this backward, n and 255 - n: their
-    maxima over ranks exceed 255 in sum if ranks have different n. Two are for a hash of which parameters train, alike,
-    because a rank does not step what it has frozen. Two say whether this backward follows a step of an
+    maxima over ranks exceed 255 in sum if ranks have different n. Two are, in the same way, for a hash of which
+    parameters train: a rank does not step what it has frozen. Two say whether this backward follows a step of an
     optimizer, and whether it does not: both are set if ranks have come out of step.
 
     Args:
@@ -437,8 +437,8 @@ class UsedParams:
         On a device this looks at an earlier exchange, see `_fetch_steps`.
 
         Raises:
-            RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch. Or it
-                has frozen other parameters.
+            RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch,
+                or has frozen other parameters.
         """
         if self._stages and not self._ranks.streams.has_streams:
             self._found = self._everywhere[:, -_EXTRA:].amax(0).tolist()
@@ -452,8 +452,8 @@ class UsedParams:
             )
         if trained + untrained > 255:
             raise RankMismatchError(
-                "some ranks have frozen parameters (requires_grad_(False)) that train on others, and their pieces would "
-                "not be stepped: freeze the same on all ranks. A layer that only some ranks use need not be frozen"
+                "some ranks have frozen parameters (requires_grad_(False)) that train on others: freeze the same on "
+                "all ranks. A layer that only some ranks use need not be frozen"
             )
         if all(steps):
             raise RankMismatchError(OUT_OF_STEP)
