@@ -438,8 +438,8 @@ class UsedParams:
         On a device this looks at an earlier exchange, see `_fetch_steps`.
 
         Raises:
-            RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch. Or it
-                has frozen other parameters.
+            RankMismatchError: a rank has run more passes or micro-batches than others, such as two halves of a batch,
+                or has frozen other parameters.
         """
         if self._stages and not self._ranks.streams.has_streams:
             self._found = self._everywhere[:, -_EXTRA:].amax(0).tolist()
@@ -453,8 +453,8 @@ class UsedParams:
             )
         if trained + untrained > 255:
             raise RankMismatchError(
-                "some ranks have frozen parameters (requires_grad_(False)) that train on others, and their pieces would "
-                "not be stepped: freeze the same on all ranks. A layer that only some ranks use need not be frozen"
+                "some ranks have frozen parameters (requires_grad_(False)) that train on others, and their pieces of "
+                "these keep their values: freeze the same on all ranks. A layer that only some ranks use need not be frozen"
             )
         if all(steps):
             raise RankMismatchError(OUT_OF_STEP)
