@@ -16,8 +16,8 @@ The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether 
 A missing rank may stand in a collective of another model, and wait for this one there. All ranks call the collectives
 of all models in one order. So if a missing rank has started another model, neither can go on, and the watchdog ends the
 wait. So it does if the missing rank has waited for 30 seconds in another model, of which it has issued more collectives
-than this rank; on devices hosts do not wait. (If a rank skips layers, orders may differ for a while in a backward
-through two models.)
+than this rank, or as many if this rank's host has to read them (shared memory); on devices hosts do not wait. (If a
+rank skips layers, orders may differ for a while in a backward through two models.)
 
 A missing rank may stand in another library's collective (``accelerator.gather``, ``dist.barrier()``) and wait for this
 one. torch counts the collectives of the default process group, which all ranks call in one order. So if a missing rank
@@ -164,7 +164,10 @@ class FlightRecorder:
         names: names of units, by tag, for messages.
         difference: why this rank's wait can never succeed; None: the watchdog has found no reason.
         has_left: `leave` was called.
+        needs_hosts: a collective that all ranks have issued may wait for what their hosts do: for copies, or sums.
     """
+
+    needs_hosts = False
 
     def __init__(
         self, group: dist.ProcessGroup | None, *, has_streams: bool = False, is_beside_training: bool = False
@@ -278,7 +281,8 @@ class FlightRecorder:
             if theirs is None or later is None or not theirs.is_waiting:
                 continue
             idle_s = time.time() - max(theirs.time_s, later.time_s)
-            if theirs.total > other.log.count and later.total < total and idle_s > _REPORT_AFTER_S:
+            is_ahead = theirs.total > other.log.count - other.needs_hosts
+            if is_ahead and later.total < total and idle_s > _REPORT_AFTER_S:
                 return f"{theirs.last(other.names)} of another model"
         return None
 

@@ -225,6 +225,7 @@ class SharedMemoryTransport(PairwiseTransport):
         self._among: Sequence[int] = range(self.world_size)  # whose memory a collective reads, in rank order
         self._timeout_s = timeout_of(ranks.group).total_seconds()
         self._on_stream = self.streams.on(self.stream)
+        self.recorder.needs_hosts = True
         # By tag, shard and slot, the copies of an all-gather; by tag and grad slot, every rank's chunk. All all-gathers
         # and reductions of a flat parameter use the same ones.
         self._copies: dict[tuple[object, ...], list[tuple[torch.Tensor, torch.Tensor]]] = {}

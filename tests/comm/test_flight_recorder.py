@@ -37,10 +37,10 @@ from tests.scenarios import BF16, RoutedStack, over_sockets
 TRANSPORTS = ["shared memory", "sockets"]
 
 
-def _model(over: str) -> Any:
+def _model(over: str, **settings: Any) -> Any:
     torch.manual_seed(1)
     with over_sockets() if over == "sockets" else contextlib.nullcontext():
-        return StreamShard(RoutedStack(), precision=BF16)
+        return StreamShard(RoutedStack(), **{"precision": BF16, **settings})
 
 
 def _save(model: Any) -> None:
@@ -99,6 +99,17 @@ def _in_another_order(rank: int, models: Sequence[Any]) -> None:
         model(vector_batch(0, rank))
 
 
+def _one_inside_the_other(rank: int, models: Sequence[Any]) -> None:
+    """By one rank, after all gathers of the outer model have begun. At its end each rank waits until all have read."""
+    outer, inner = models
+    x = vector_batch(0, rank)
+    if rank == 0:
+        outer.layers[0].register_forward_hook(lambda *_: inner(x) and None)
+    with torch.no_grad():  # the first passes with gradients meet at their end
+        outer(x)
+        inner(x)
+
+
 def _first_layers_left_out(rank: int, models: Sequence[Any]) -> None:
     """In a backward through both models, by one rank. It reduces these layers last, behind the inner model's."""
     inner, outer = models
@@ -109,10 +120,12 @@ def _first_layers_left_out(rank: int, models: Sequence[Any]) -> None:
         outer(x * inner(x)).sum().backward()
 
 
-def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Sequence[Any]], None]) -> str:
+def _caught_in_models(
+    context: RankContext, over: str, way: Callable[[int, Sequence[Any]], None], **settings: Any
+) -> str:
     patience = {"PATIENCE_S": 0.1, "_SHOW_AFTER_S": 0.2, "_REPORT_AFTER_S": 0.5}
     with mock.patch.multiple(recorder, **patience):
-        models = [_model(over), _model(over)]
+        models = [_model(over, **settings), _model(over, **settings)]
         with pytest.raises(CommunicationError, match="Join") as caught:
             way(context.rank, models)
     return str(caught.value)
@@ -120,12 +133,15 @@ def _caught_in_models(context: RankContext, over: str, way: Callable[[int, Seque
 
 def test_ranks_that_are_in_different_models_raise(ranks: Any) -> None:
     """A teacher and a student, an actor and a critic: each rank would wait for the other one until the timeout."""
+    in_fp32: dict[str, Any] = {"precision": "fp32", "weight_slots": "all"}
     for over, way, does in (
         ("shared memory", _first_layers_left_out, "of another model"),
+        ("shared memory", _one_inside_the_other, "of another model"),
         ("sockets", _in_another_order, "of another model"),
         ("sockets", _another_model_on_one_rank, "has started another"),
     ):
-        told = ranks(2).run(_caught_in_models, over, way)
+        settings = in_fp32 if way is _one_inside_the_other else {}
+        told = ranks(2).run(_caught_in_models, over, way, **settings)
         assert any(does in each for each in told), told
 
 
