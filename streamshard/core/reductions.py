@@ -454,7 +454,7 @@ class UsedParams:
         if trained + untrained > 255:
             raise RankMismatchError(
                 "some ranks have frozen parameters (requires_grad_(False)) that train on others, and their pieces of "
-                "these keep their values: freeze the same on all ranks. A layer that only some ranks use need not be frozen"
+                "these keep their values: freeze the same on all ranks. Layers that a rank leaves out may train"
             )
         if all(steps):
             raise RankMismatchError(OUT_OF_STEP)
