@@ -183,10 +183,9 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     if experts is not None:
         experts.share_memory_of(ranks)
     names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
-    for each in filter(None, (ranks, experts, outer_ranks)):
+    for each in filter(None, (ranks, experts)):
         each.recorder.names = names
-    if inner is not None:
-        inner.recorder.names = [name for name in names for _ in range(parts)]
+    mover.transport.parts = parts
     ledger = Ledger(ranks.streams, mover.transport)  # behind `share_memory`, which may exchange the transport
     budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
@@ -352,7 +351,9 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
     if settings.cuts_over_replicas and who.replicate is not None:
         inner = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica)
         outer = Communicator(who.replicate, streams, StreamName.REPLICA, who.all_ranks)
-        return Connected(Communicator(who.all_ranks, streams), levels=(inner, outer))
+        ranks = Communicator(who.all_ranks, streams)
+        ranks.include(inner, outer)
+        return Connected(ranks, levels=(inner, outer))
     ranks = Communicator(who.shard, streams, StreamName.COMM, who.all_ranks, who.replica, who.tensor_parallel)
     experts = replicas = None
     if who.replicate is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -47,6 +48,8 @@ class Communicator(RankGroup):
     # On the class: `PlannedRanks` is made without this constructor.
     counts_copies = counts_parts = True
     _is_in_hook = False
+    _levels: Sequence[Communicator] = ()
+    _whole_of: Callable[[], Communicator | None] = staticmethod(lambda: None)  # of a level: the model's ranks
     n_parts, axis = 1, 0
 
     def __init__(
@@ -95,6 +98,17 @@ class Communicator(RankGroup):
     def n_replicas(self) -> int:
         """The number of replicas of the model."""
         return self.total_size // (self.world_size * self.n_parts)
+
+    def include(self, *levels: Communicator) -> None:
+        """These communicators belong to the same program: one log has the collectives of all, and all close together.
+
+        So ranks that wait in a level compare the log, and a rank that fails ends waits in each.
+        """
+        self._levels = levels
+        for each in levels:
+            each.recorder.leave()
+            each.recorder = each.transport.recorder = self.recorder
+            each._whole_of = weakref.ref(self)
 
     def are_the_ranks_of(self, other: Communicator) -> bool:
         """Whether the shard groups of both have the same processes, in the same order."""
@@ -241,6 +255,13 @@ class Communicator(RankGroup):
 
     def close(self, *, users_too: bool = False) -> None:
         """See `RankGroup.close`. Ends the transport's waits too."""
+        if (whole := self._whole_of()) is not None:
+            whole.close(users_too=users_too)
+            return
+        for each in (self, *self._levels):
+            each._close_own(users_too=users_too)
+
+    def _close_own(self, *, users_too: bool) -> None:
         self.transport.leave()  # peers in shared memory wait for no connection
         super().close(users_too=users_too)
         if self.n_parts > 1:

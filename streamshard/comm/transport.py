@@ -105,9 +105,11 @@ class Transport(abc.ABC):
         stream: the stream on which collectives run.
         is_serial: collectives run one after the other, so a reduction from a slot holds up the next all-gather into it
             no more than any other. False: they run side by side.
+        parts: of each all-gather and each reduction of a flat parameter. Part p of number n has the tag n * parts + p.
     """
 
     is_serial = True
+    parts = 1
 
     def __init__(self, ranks: RankGroup) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
@@ -225,7 +227,7 @@ class Transport(abc.ABC):
             kind: what the log records; None: no other rank takes part, or another transport logs it.
         """
         if kind is not None:
-            self.recorder.log.add(kind, tag or 0)
+            self.recorder.log.add(kind, (tag or 0) // self.parts)
         for observer in self.streams.observers:
             observer.on_collective(self.stream, what, tag, reads, writes)
 

@@ -31,7 +31,7 @@ from streamshard.comm.streams import IssueLog
 from streamshard.errors import CommunicationError, log
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import engine_inside
+from tests.reference import Trouble, engine_inside, failing, mesh_2d
 from tests.scenarios import BF16, RoutedStack, over_sockets
 
 TRANSPORTS = ["shared memory", "sockets"]
@@ -85,6 +85,19 @@ def test_ranks_that_differ_raise_and_say_what_each_does(ranks: Any, over: str, w
     if over == "sockets":  # an all-gather comes before the reduction of the unit before
         told = told.replace("gathers 'layers.2'", "gathers 'layers.1'")
     assert ranks(2).run(_caught, over, way) == 2 * [told]
+
+
+@on_ranks(4)
+def test_ranks_that_differ_raise_if_state_is_cut_over_replicas(context: RankContext) -> None:
+    """Also where they wait inside a replica, or between replicas: a rank has caught an exception, and repeats."""
+    model: Any = StreamShard(RoutedStack(), mesh=mesh_2d(2, 2), shard_over_replicas=True)
+    told = "ranks do not do the same: .*, rank 3 begins a forward"
+    with mock.patch.object(recorder, "PATIENCE_S", 0.1), pytest.raises(CommunicationError, match=told):
+        for step in range(3):
+            is_bad = (step, context.rank) == (1, 3)
+            fails = failing(model.layers[2], backward=False) if is_bad else contextlib.nullcontext()
+            with contextlib.suppress(Trouble), fails:
+                model(vector_batch(step, context.rank)).sum().backward()
 
 
 def _another_model_on_one_rank(rank: int, models: Sequence[Any]) -> None:
