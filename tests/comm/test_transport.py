@@ -315,7 +315,7 @@ def test_abandoned_messages_do_not_block_others(context: RankContext) -> None:
 def test_over_sockets_a_rank_receives_before_it_sends() -> None:
     """gloo tells a peer that it may send behind the bytes of an earlier send: a link's directions would take turns."""
     transport: Any = object.__new__(PairwiseTransport)
-    transport.rank, transport.world_size = 1, 3
+    transport.rank, transport.world_size, transport.recorder = 1, 3, mock.Mock(number=0)
     chunks = [torch.ones(2), torch.ones(2)]
     with mock.patch.object(PairwiseTransport, "group", group := mock.Mock()):
         transport._swap(chunks, chunks, 0)
