@@ -228,7 +228,9 @@ class Communicator(RankGroup):
     def talk(self, action: str, kind: RecordKind) -> RankWait:
         """See `RankGroup.talk`."""
         self.refuse_in_hook()
-        self.transport.before_talk()
+        with self.waiting(action):
+            for each in (self, *self._levels):
+                each.transport.before_talk()
         return super().talk(action, kind)
 
     @contextlib.contextmanager

@@ -321,6 +321,10 @@ class SharedMemoryTransport(PairwiseTransport):
         if for_all:
             self._await(Counter.READ, count)
 
+    def before_talk(self) -> None:
+        """See `Transport.before_talk`. A rank in gloo copies nothing, and others may wait until it has."""
+        self.copy_until(self._own.counters[Counter.PUBLISHED], for_all=False)
+
     # -- reductions -------------------------------------------------------------------------------------------------
 
     def start_reduce(self, reduction: Reduction) -> Work | None:

@@ -231,7 +231,7 @@ class Transport(abc.ABC):
         for observer in self.streams.observers:
             observer.on_collective(self.stream, what, tag, reads, writes)
 
-    def before_talk(self) -> None:  # noqa: B027  # only the adversary has something to do
+    def before_talk(self) -> None:  # noqa: B027  # only shared memory, and the adversary, have something to do
         """Called before ranks communicate without this transport."""
 
     def leave(self) -> None:  # noqa: B027  # closed connections tell most backends

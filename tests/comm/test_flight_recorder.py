@@ -87,6 +87,17 @@ def test_ranks_that_differ_raise_and_say_what_each_does(ranks: Any, over: str, w
     assert ranks(2).run(_caught, over, way) == 2 * [told]
 
 
+@on_ranks(2)
+def test_a_rank_that_evaluates_while_another_one_trains_and_leaves_out_layers_raises(context: RankContext) -> None:
+    """It waits until the other rank has read its weights, which goes on to meet it at the end of a first pass."""
+    model = _model("shared memory", precision="fp32", weight_slots="all")
+    model.route = [] if context.rank else model.route
+    raises = pytest.raises(CommunicationError, match="rank 0 begins a forward, rank 1 exchanges objects")
+    with mock.patch.object(recorder, "PATIENCE_S", 0.1), torch.set_grad_enabled(context.rank == 1), raises:
+        for step in range(2):
+            model(vector_batch(step, context.rank))
+
+
 @on_ranks(4)
 def test_ranks_that_differ_raise_if_state_is_cut_over_replicas(context: RankContext) -> None:
     """Also where they wait inside a replica, or between replicas: a rank has caught an exception, and repeats."""
