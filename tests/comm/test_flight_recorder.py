@@ -148,10 +148,9 @@ def _caught_in_models(
     context: RankContext, over: str, way: Callable[[int, Sequence[Any]], None], **settings: Any
 ) -> str:
     patience = {"PATIENCE_S": 0.1, "_SHOW_AFTER_S": 0.2, "_REPORT_AFTER_S": 0.5}
-    with mock.patch.multiple(recorder, **patience):
-        models = [_model(over, **settings), _model(over, **settings)]
-        with pytest.raises(CommunicationError, match="Join") as caught:
-            way(context.rank, models)
+    models = [_model(over, **settings), _model(over, **settings)]  # before: a busy machine needs more patience
+    with mock.patch.multiple(recorder, **patience), pytest.raises(CommunicationError) as caught:
+        way(context.rank, models)
     return str(caught.value)
 
 
@@ -166,7 +165,7 @@ def test_ranks_that_are_in_different_models_raise(ranks: Any) -> None:
     ):
         settings = in_fp32 if way is _one_inside_the_other else {}
         told = ranks(2).run(_caught_in_models, over, way, **settings)
-        assert any(does in each for each in told), told
+        assert any(does in each and "Join" in each for each in told), told  # the other one may see a closed connection
 
 
 @on_ranks(2)
