@@ -523,8 +523,9 @@ def test_a_process_in_which_accumulation_cannot_run_is_refused(context: RankCont
 def test_losses_and_micro_batches_that_accumulation_cannot_run_are_refused(context: RankContext) -> None:
     model, scale = _model_after(), torch.ones((), requires_grad=True)
     for loss, said in ((torch.zeros(2), r"returned \(2,\): wanted a loss"), (3.0, "returned float")):
-        with pytest.raises(ConfigError, match=said):
-            model.accumulate([0, 1], lambda model, number, loss=loss: loss)
+        for each in (model, StreamShard(Stack())):  # in first steps too
+            with pytest.raises(ConfigError, match=said):
+                each.accumulate([0, 1], lambda model, number, loss=loss: loss)
     with pytest.raises(ShardingError, match="computed with gradients before the call: compute it in loss_of"):
         model.accumulate([scale * vector_batch(1, number) for number in range(2)], lambda model, x: model(x).sum())
     model.accumulate(range(2), lambda model, number: model(scale * vector_batch(1, number)).sum())

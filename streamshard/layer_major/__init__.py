@@ -34,7 +34,7 @@ def accumulate(
     if any(map(has_hooks, engine.units)):
         refuse_accumulation("a parameter has a hook of register_post_accumulate_grad_hook, called in every backward")
     given = list(micro_batches)  # all take turns, and may come from a generator
-    losses = [functools.partial(loss_of, model, micro_batch) for micro_batch in given]
+    losses = [functools.partial(_loss_of_one, loss_of, model, micro_batch) for micro_batch in given]
     # Else one after the other: a single one gains nothing, and the first steps show the order.
     if len(losses) > 1 and can_run(engine):
         if any(tensor.grad_fn is not None for tensor in tensors_in(given)):
@@ -55,6 +55,14 @@ def accumulate(
         torch.nn.Module.zero_grad(model)  # as in later steps
         raise
     return made
+
+
+def _loss_of_one(loss_of: Callable[[Any, Any], torch.Tensor], model: Any, micro_batch: Any) -> torch.Tensor:
+    loss = loss_of(model, micro_batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ConfigError(f"accumulate: loss_of returned {what}: wanted a loss, a tensor with one element")
+    return loss
 
 
 def refuse_accumulation(why: str) -> NoReturn:

@@ -106,9 +106,6 @@ class MicroBatch:
 
     def _run(self) -> None:
         loss = self._forward()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigError(f"accumulate: loss_of returned {what}: wanted a loss, a tensor with one element")
         self.loss = loss.detach()
         if loss.grad_fn is None:
             loss.backward()  # raises, as it does for any such loss

@@ -103,6 +103,7 @@ def test_mistakes_are_told_on_all_ranks(context: RankContext, tmp_path: Path) ->
     for loss, said in ((3.0, "is float"), ([torch.ones(())], r"is list.*sum\(losses\)"), (torch.ones(2), "2,")):
         with pytest.raises(ConfigError, match=said):
             RunLog(model, path=tmp_path / "log.jsonl").step(1, loss)
+    RunLog(model, path=tmp_path / "log.jsonl").step(1, sum([torch.ones(()), torch.ones(())]))
 
 
 def test_rates_are_those_of_whole_devices() -> None:
