@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard
 from streamshard.comm.streams import Collective
-from tests.models import DIM, Calling, Layer, Stack, vector_batch
+from tests.models import DIM, Calling, Layer, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
@@ -540,6 +540,19 @@ def test_different_numbers_of_micro_batches_are_refused(context: RankContext) ->
             _accumulate(model, [(1, number) for number in range(fewest + context.rank)])
         model.zero_grad()
     _assert_next_step_is_that_of_a_loop(context, model)
+
+
+@on_ranks(2)
+def test_different_numbers_of_losses_that_use_no_layer_on_a_rank_are_refused(context: RankContext) -> None:
+    model: Any = StreamShard(TinyLM(TinyConfig(vocabulary=2048)))  # embedding and head take turns with the layers
+    tokens = token_batch(0, context.rank)
+    for _ in range(3):
+        next_token_loss(model(tokens), tokens).backward()
+    with pytest.raises(RankMismatchError, match="got 2 micro-batches on one rank and 1 on"):
+        if context.rank == 0:
+            next_token_loss(model(tokens), tokens).backward()
+        else:
+            model.accumulate(range(2), lambda *_: torch.ones((), requires_grad=True) * 2.0)
 
 
 @on_ranks(4)

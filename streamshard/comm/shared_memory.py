@@ -25,9 +25,9 @@ All ranks allocate the same buffers in the same order, so a buffer has the same 
 
 Counts suffice because all-gathers and reductions come in the same order on all ranks, and each rank copies and sums in
 this order. To check this, each rank stores a digest of its log with WRITTEN, and ranks compare the digests before they
-sum. Sums are taken as early as possible, also by a rank that waits for PUBLISHED or READ. So two ranks never wait for
-each other's sums, nor one for an all-gather and the other one for a sum, even if they use other slots, as a rank that
-runs a loop and one that runs `model.accumulate`.
+sum. A rank that waits for PUBLISHED or READ takes sums, and one that waits for WRITTEN or SUMMED copies all-gathers. So
+two ranks never wait for each other's sums, nor one for an all-gather and the other one for a sum, even if they use
+other slots, as a rank that runs a loop and one that runs `model.accumulate`.
 """
 
 from __future__ import annotations
@@ -380,7 +380,10 @@ class SharedMemoryTransport(PairwiseTransport):
                     missing.append(rank)
             if not missing:
                 return
-            if counter <= Counter.READ and self._started:  # else one rank may wait for a gather, the other for a sum
+            # Else one rank may wait for an all-gather, and the other one for a sum.
+            if counter > Counter.READ:
+                self.copy_until(min(each.counters[Counter.PUBLISHED] for each in self._buffers), for_all=False)
+            elif self._started:
                 self.progress()
             looks += 1
             if looks < _YIELDS:
