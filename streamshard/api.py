@@ -179,8 +179,7 @@ class StreamShard(Watched):
             ConfigError: on all ranks: `factor` is no positive, finite number, or a parameter has a gradient.
             RankMismatchError: ranks have given different factors.
         """
-        engine = engine_at_rest(self, "set_gradient_divide_factor", accepts_empty=True)
-        engine.reductions.set_divide_factor(factor)
+        engine_at_rest(self, "set_gradient_divide_factor", accepts_empty=True).divisor.choose(factor)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their norm over all ranks is at most `max_norm`. One collective.

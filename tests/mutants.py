@@ -347,8 +347,11 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("OuterShards.forget", Drop("self._main_adds.clear()"), "replicas:fails"),
         ("OuterShards._start", Drop("self._under_way["), "replicas:every_way"),
     ],
+    "core/grad_divisor": [
+        ("GradDivisor.summing", Drop("self.set(before)"), "transformers:training_equals"),
+        ("GradDivisor.set", Swap("* self._ranks.n_parts", ""), "parallelism_config:with_experts"),
+    ],
     "core/reductions": [
-        ("Reductions.summing", Drop("self.divide_by(before)"), "transformers:training_equals"),
         ("UsedParams.refuse_out_of_step", Drop("if most + others > 255"), "accumulate:different"),
         ("UsedParams.start", Swap("pin_memory=is_remote", "pin_memory=False"), "gpu:pinned"),
         ("UsedParams.start", Swap("non_blocking=is_remote", "non_blocking=False"), "gpu:pinned"),
@@ -361,7 +364,6 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Reductions.begin", Swap("elif reduces", "if reduces"), "step_in_backward:replicas"),
         ("Reductions.start", Swap("on_device_stream(self._stream)", "on(StreamName.COMPUTE)"), _STREAMS),
         ("Reductions.note", Drop("self._others.setdefault("), _STREAMS),
-        ("Reductions.divide_by", Swap("* self.ranks.n_parts", ""), "parallelism_config:with_experts"),
         ("UsedParams.finish", Swap("unit.grads.may_have_grad(param)", "param.unsharded.requires_grad"), "programs"),
     ],
     "core/replicas": [

@@ -16,6 +16,7 @@ import torch
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.config import Precision
+from streamshard.core.grad_divisor import GradDivisor
 from streamshard.core.params import Param
 from streamshard.core.profiler import ProfilerNames
 from streamshard.core.reductions import Reductions
@@ -165,6 +166,7 @@ class Engine:
         is_synced: False inside ``no_sync()``: weights do not change between passes, so slots' contents are reused.
         are_weights_current: the last pass ran in this ``no_sync()``: the next one casts only weights that have changed.
         members_of: returns the model's modules; None once the model is gone.
+        divisor: of sums of gradients.
         progress: how far the training loop has come.
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
@@ -199,6 +201,9 @@ class Engine:
         self.are_weights_current = False
         self._changes = Changes(self.units)
         self.members_of: Callable[[], Members | None] = lambda: None
+        self.divisor = GradDivisor(
+            self.units, self.ranks, 1 if self.reductions.replicas is None else self.ranks.n_replicas
+        )
         self.progress = self.reductions.progress
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)

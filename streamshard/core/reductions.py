@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,7 @@ from streamshard.core.params import Param, use_of
 from streamshard.core.slots import Ledger, Scratch
 from streamshard.core.unit import Unit
 from streamshard.core.unit_grads import GradState
-from streamshard.errors import ConfigError, RankMismatchError, ShardingError
+from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.guards.loop import Progress
 from streamshard.planning.memory import Category
 from streamshard.torch_private import AsTensors
@@ -84,7 +83,6 @@ class Reductions:
         self.is_open = False
         self.made: set[int] = set()
         self.used = UsedParams(units, ranks, ledger, None if replicas is None else replicas.ranks)
-        self._averaged = 1 if replicas is None else ranks.n_replicas  # replicas average quotients
         self._units = units
         self._gather_ranks = units[0].gather_ranks
         self.progress = Progress()
@@ -100,58 +98,6 @@ class Reductions:
         self._reduced = itertools.cycle(fences)
         self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "main grads")
         self._finishing = ranks.waiting("the last reductions of a backward")
-
-    def set_divide_factor(self, factor: float) -> None:
-        """Divide sums of gradients over all ranks, replicas included, by `factor` from now on. Collective.
-
-        Raises:
-            ConfigError: on all ranks: `factor` is no positive, finite number, or parameters have gradients.
-            RankMismatchError: ranks have given different factors.
-        """
-        ranks = self.ranks
-
-        def check() -> float:
-            if not isinstance(factor, int | float) or not 0.0 < factor < math.inf:
-                raise ConfigError(f"factor={factor!r}: wanted a positive, finite number, such as 1.0 for sums")
-            held = [param.name for unit in self._units for param in unit.params if param.sharded.grad is not None]
-            if held and factor / self._averaged != ranks.grad_divisor:
-                raise ConfigError(
-                    f"parameter {held[0]!r} has a gradient, which was divided by another factor: call it before "
-                    "the first backward of a step, after zero_grad() with set_to_none=True"
-                )
-            return factor
-
-        factors = set(ranks.gather_results("set the gradient divide factor", check, ConfigError))
-        if len(factors) > 1:
-            raise RankMismatchError(
-                f"set_gradient_divide_factor: ranks have given {sorted(factors)}. Give one factor on all ranks, such "
-                "as the number of tokens of all ranks together"
-            )
-        self.divide_by(factors.pop() / self._averaged)
-
-    def divide_by(self, divisor: float) -> None:
-        """Divide sums of gradients over the shard group by `divisor` from now on."""
-        self.ranks.grad_divisor = divisor
-        for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not self.ranks):
-            # Of experts: for sums in a loss.
-            flat.ranks.grad_divisor = divisor * self.ranks.n_parts / flat.ranks.n_parts
-
-    def scale_unreduced(self, factor: float) -> None:
-        """Multiply gradients that wait for a later reduction in their slots. No backward runs."""
-        waiting = [unit for unit in self._units if factor != 1.0 and unit.grads.slot.content == unit.index]
-        with torch.no_grad():
-            for grads in (flat.grads for unit in waiting for flat in unit.trained):
-                grads.mul_(factor)
-
-    @contextlib.contextmanager
-    def summing(self) -> Iterator[None]:
-        """Sums over the shard group are not divided inside, on any rank: for backwards whose losses are."""
-        before = self.ranks.grad_divisor
-        self.divide_by(1.0)
-        try:
-            yield
-        finally:
-            self.divide_by(before)
 
     def begin(self, *, is_synced: bool, reduces: bool) -> None:
         """A backward begins, on the current stream.

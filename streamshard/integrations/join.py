@@ -139,7 +139,7 @@ class UnevenInputs:
         if self._engine.inputs is self:
             self._engine.inputs = None
             if self._engine.ranks.grad_divisor == self._divisor:  # else it is the user's factor
-                self._engine.reductions.divide_by(float(self._engine.ranks.world_size))
+                self._engine.divisor.set(float(self._engine.ranks.world_size))
             self._engine.progress.has_stepped = True  # ranks without inputs may have taken no step
             self._model.__dict__.pop("_join_config", None)  # torch's Join sets it, and leaves it enabled
 
@@ -167,8 +167,8 @@ class UnevenInputs:
                 raise ConfigError(f"uneven inputs (Join): {what} of gradients: leave one of the two out")
             before = self._divisor  # sums are divided in fp32; scaled gradients would be rounded to their dtype
             self._divisor = engine.ranks.world_size * len(passes) / len(rows)  # replicas average these means
-            engine.reductions.scale_unreduced(self._divisor / before)  # divided by the new one with the others
-            engine.reductions.divide_by(self._divisor)
+            engine.divisor.scale_unreduced(self._divisor / before)  # divided by the new one with the others
+            engine.divisor.set(self._divisor)
         self.buffer_source = max(passes)  # a rank with inputs, as under DDP
         return announced
 

@@ -155,7 +155,7 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             return
 
         def divided(loss: torch.Tensor, **kwargs: Any) -> None:
-            with engine.reductions.summing():
+            with engine.divisor.summing():
                 backward(loss / n_ranks, **kwargs)
 
         self.accelerator.backward = divided
