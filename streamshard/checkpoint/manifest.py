@@ -1,8 +1,8 @@
 """The manifest of a checkpoint: the files, and the place of each tensor in them.
 
 The manifest is JSON. Its first line has its own SHA-256, and it lists checksums of all other files. So any changed byte
-of a checkpoint is noticed. Anyone can compute checksums, so `read_manifest` also checks that file names stay inside the
-directory and that pieces lie inside their tensors. `CheckpointFiles` checks that pieces it reads are in their files.
+of a checkpoint is noticed. A save checks that ranks have each element once. Anyone can compute checksums, so
+`read_manifest` checks that file names stay inside the directory, and that dtypes are dtypes.
 
 A tensor whose pieces lie as those of an earlier tensor of the same shape names this tensor instead, as moments do their
 weight. On 4,096 ranks Llama 70B and its moments have a million pieces.
@@ -18,10 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import secrets
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +29,6 @@ from streamshard.checkpoint.safetensors_file import (
     Copy,
     FileRecord,
     OpenFiles,
-    StoredTensor,
     copy_ranges,
 )
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, storage_of
@@ -41,7 +37,6 @@ from streamshard.forms import Box, part_of
 
 FORMAT = 10
 
-_PRIME = (1 << 127) - 1  # the bound in `are_tiles` holds for numbers modulo a prime
 _HEAD = '{{"sha256": "{}", "content":\n'
 _TAIL = b"\n}\n"
 
@@ -79,8 +74,7 @@ class TensorRecord(NamedTuple):
         """The same record with its pieces in order.
 
         Raises:
-            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape; or a number is no size.
-            TypeError: starts are not numbers.
+            CheckpointError: pieces leave gaps, overlap, or lie outside of the shape.
         """
         pieces = tuple(sorted(self.pieces, key=lambda piece: (piece.box, piece.start, piece.stop)))
         whole = tuple((0, size, size) for size in self.shape)
@@ -88,16 +82,8 @@ class TensorRecord(NamedTuple):
         ranges: dict[Box, list[int]] = {} if pieces else {whole: []}  # by box
         for piece in pieces:
             ranges.setdefault(piece.box or whole, []).extend(piece[1:3])
-        shape, *others = {tuple(size for *_, size in box) for box in ranges}
-        fit = (
-            not others
-            # Before they are multiplied: anybody may have written them.
-            and _are_sizes(chain(shape, self.shape, *(piece[:3] for piece in pieces)))
-            and math.prod(shape) == math.prod(self.shape)
-            and are_tiles(shape, [[(start, length) for start, length, _ in box] for box in ranges])
-            and all(_is_filled(math.prod(length for _, length, _ in box), own) for box, own in ranges.items())
-        )
-        if not fit:
+        fit = {math.prod(size for *_, size in box) for box in ranges} == {math.prod(self.shape)} and are_tiles(ranges)
+        if not fit or not all(_is_filled(math.prod(each[1] for each in box), own) for box, own in ranges.items()):
             places = ((each, f"{list(each.box)} of " * bool(each.box)) for each in pieces)
             have = ", ".join(f"{each.start}:{each.stop} of {of}{self.shape} in file {each.file}" for each, of in places)
             raise CheckpointError(f"ranks do not have each element of {name!r:.80} once, but {have or 'none':.300}")
@@ -110,34 +96,13 @@ def _is_filled(numel: int, starts_and_stops: Sequence[int]) -> bool:
     return edges[::2] == edges[1::2] and edges == sorted(edges)  # the latter: no range is backwards
 
 
-def are_tiles(shape: Sequence[int], boxes: Sequence[Sequence[tuple[int, int]]]) -> bool:
-    """Whether `boxes` have each element of a tensor of `shape` once. The time is in proportion to the number of boxes.
-
-    Boxes have each element once if and only if their corners, counted with alternating signs, cancel except for the
-    tensor's own. To compare them without listing them, each coordinate gets a random number modulo a prime, and a
-    corner the product of its coordinates' numbers. So the corners of one box sum up to a product of differences. Boxes
-    that are no tiles pass with a probability of dims / `_PRIME` (Schwartz 1980, Fast probabilistic algorithms for
-    verification of polynomial identities).
-
-    Args:
-        shape: of the tensor.
-        boxes: for each dim, the start and the length. Anybody may have written them.
-    """
-    # Anew at each call: nobody can write boxes that fit them.
-    drawn: dict[tuple[int, int], int] = defaultdict(lambda: secrets.randbits(127))
-
-    def corners(box: Sequence[tuple[int, int]]) -> int:
-        product = 1
-        for dim, (start, length) in enumerate(box):
-            product = product * (drawn[dim, start] - drawn[dim, start + length]) % _PRIME
-        return product
-
-    are_boxes = all(len(box) == len(shape) and _are_sizes(chain(*box)) for box in boxes)
-    return are_boxes and (sum(map(corners, boxes)) - corners([(0, size) for size in shape])) % _PRIME == 0
-
-
-def _are_sizes(numbers: Iterable[object]) -> bool:
-    return all(type(each) is int and each >= 0 for each in numbers)
+def are_tiles(boxes: Collection[Box]) -> bool:
+    """Whether different `boxes` have each element of their tensor once, and are the cells of a grid, as of a mesh."""
+    dims = [sorted({*found}) for found in zip(*boxes, strict=True)]
+    is_covered = all(
+        _is_filled(dim[0][2], [edge for start, length, _ in dim for edge in (start, start + length)]) for dim in dims
+    )
+    return is_covered and math.prod(map(len, dims)) == len(boxes)
 
 
 def runs_in(box: Box, start: int, numel: int) -> Iterator[tuple[int, int]]:
@@ -259,21 +224,12 @@ def read_manifest(directory: Location) -> Manifest:
 
 
 def _manifest_of(files: Any, tensors: Any, **others: Any) -> Manifest:
-    """Check the contents of a manifest, which anybody may have written."""
-    records = tuple(_file_of(**record) for record in files)
     found: dict[str, TensorRecord] = {}
     for name, told in tensors.items():
         shape, dtype, places = tuple(told["shape"]), dtype_named(told["dtype"]), told["pieces"]
-        if not isinstance(places, str):
-            pieces = tuple(_piece_of(*piece) for piece in places)
-            found[name] = TensorRecord(shape, dtype, pieces).ordered(name)
-        else:
-            found[name] = found[places]._replace(dtype=dtype)
-    manifest = Manifest(files=records, tensors=found, **others)
-    for key, kind in (("number", int), ("world_size", int), ("generation", int), ("versions", dict), ("state", dict)):
-        if type(value := getattr(manifest, key)) is not kind:  # a bool is an int
-            raise CheckpointError(f"its {key} is {value!r:.40}, wanted a value of type {kind.__name__}")
-    return manifest
+        pieces = found[places].pieces if isinstance(places, str) else tuple(_piece_of(*piece) for piece in places)
+        found[name] = TensorRecord(shape, dtype, pieces)
+    return Manifest(files=tuple(_file_of(**record) for record in files), tensors=found, **others)
 
 
 def _piece_of(file: int, start: int, stop: int, box: Sequence[Sequence[int]] = ()) -> PieceRecord:
@@ -327,14 +283,6 @@ class CheckpointFiles(OpenFiles):
         super().__init__(path)
         self.manifest = manifest
 
-    def _stored(self, name: str, record: TensorRecord, piece: PieceRecord) -> StoredTensor:
-        """A piece as stored, 1-D."""
-        file = self.manifest.files[piece.file].name
-        stored = self.stored(file, name)
-        if stored.shape != (piece.stop - piece.start,) or stored.dtype != record.dtype:
-            raise CheckpointError(f"{self.root / file} does not have the piece of {name!r} that the manifest names")
-        return stored
-
     def find(self, name: str, start: int, target: torch.Tensor, box: Box = ()) -> Iterator[Copy]:
         """The copies that fill `target` with elements [start, start + n) of the tensor `name`, or of a box in it.
 
@@ -348,9 +296,6 @@ class CheckpointFiles(OpenFiles):
 
         Yields:
             What `copy_ranges` takes.
-
-        Raises:
-            CheckpointError: a file does not have a piece that the manifest names.
         """
         record = self.manifest.tensors[name]
         for piece in record.pieces:
@@ -360,7 +305,8 @@ class CheckpointFiles(OpenFiles):
             else:
                 found = intersect_runs(runs_in(piece.box, *there), runs_in(box, *wanted))
             for at, place, numel in found:
-                yield self._stored(name, record, piece), at, target[place : place + numel]
+                stored = self.stored(self.manifest.files[piece.file].name, name)
+                yield stored, at, target[place : place + numel]
 
     def read_whole(self, name: str, device: torch.device = CPU) -> torch.Tensor:
         """A full tensor, in new memory."""

@@ -28,7 +28,7 @@ from streamshard.checkpoint.safetensors_file import OpenFiles
 from streamshard.checkpoint.storage import MANIFEST_NAME
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CheckpointError
-from tests.checkpoint.crafted import FILE, begin, flip, publish, put, rewrite
+from tests.checkpoint.crafted import FILE, begin, flip, publish, put
 
 
 def _names(directory: Path) -> set[str]:
@@ -146,10 +146,6 @@ def _replace_manifest(make: Callable[[Path], object]) -> Callable[[Path], object
     return act
 
 
-def _set(**others: Any) -> Callable[[Path], object]:
-    return lambda checkpoint: rewrite(checkpoint, lambda content: content.update(others))
-
-
 def _edit(manifest: Path) -> None:
     manifest.write_bytes(manifest.read_bytes().replace(b"2026", b"2027"))
 
@@ -163,10 +159,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a file that is cut": lambda checkpoint: os.truncate(checkpoint / FILE, 1),
     "a manifest that was edited": lambda checkpoint: _edit(checkpoint / MANIFEST_NAME),
     "no checkpoint but a file": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.write_bytes(b"")),
-    "a generation of text": _set(generation="x"),
-    "a generation that is no number": _set(generation=float("nan")),
-    "a number of text": _set(number="x"),
-    "state in a list": _set(state=[]),
 }
 
 
