@@ -136,7 +136,7 @@ class _HostCopies(TorchDispatchMode):
 
 @on_ranks(2, backend="nccl")
 def test_the_host_copies_through_pinned_memory(context: RankContext, tmp_path: Path) -> None:
-    """Flags of used parameters, digests of an optimizer's, and what a checkpoint is written of."""
+    """Flags of used parameters, and what a checkpoint is written of."""
     model: Any = StreamShard(Stack().to(context.device), precision=FP32)
     weights = [param for param in model.parameters() if param.ndim == 2]
     optimizer = WholeParameterOptimizer(weights, torch.optim.Muon, lr=0.02)

@@ -19,7 +19,7 @@ from streamshard.errors import ConfigError, ShardingError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.optim.inner import GroupClass, InnerOptimizer, constructor_options, options_of, try_group
-from streamshard.optim.rounds import Rounds, WholeParam, assign_owners, plan_rounds, stand_in
+from streamshard.optim.rounds import Round, WholeParam, assign_owners, plan_rounds, run_rounds, stand_in
 from streamshard.torch_private import untraced
 
 _CLASS = "optimizer_class"  # key of a group
@@ -43,7 +43,7 @@ class WholeParameterOptimizer(Optimizer):
         cost: returns the cost of stepping a parameter (of full shape), in any unit. Owners are chosen so that all ranks
             have about the same sum. None: the number of elements. For Muon ``lambda p: p.numel() * min(p.shape)``.
         round_size: bytes of fp32 weights that a rank steps in one round; a larger parameter is alone in its round.
-            Rounds overlap, so a rank needs about eight times as much memory; ``memory_report()`` counts it.
+            Rounds overlap, so during a step a rank needs about eight times as much memory.
         **defaults: options of `optimizer_class`.
 
     Raises:
@@ -71,7 +71,7 @@ class WholeParameterOptimizer(Optimizer):
         # The parameters for which the attributes below were made: their ids, and whether each is sharded.
         self._bound: list[tuple[int, bool]] | None = None
         self._wholes: list[WholeParam] = []
-        self._rounds: Rounds | None = None  # None: no rank owns a parameter that may get a gradient
+        self._rounds: list[Round] = []
         self._parts: list[list[InnerOptimizer]] = [[]]  # the optimizers that step in place; those of each round
         self._error: Exception | None = None  # in the step under way
         super().__init__(params, {})  # last: torch calls `add_param_group`, which needs all of these
@@ -89,8 +89,6 @@ class WholeParameterOptimizer(Optimizer):
     def _bind_if_changed(self) -> None:
         """Make the optimizers inside, if there are other parameters, or some were sharded."""
         if self._bound != self._found():
-            if self._rounds is not None:
-                self._rounds.check()  # of the last step, before its record goes
             self._bind(is_loaded=False)
 
     def _bind(self, *, is_loaded: bool) -> None:
@@ -100,14 +98,12 @@ class WholeParameterOptimizer(Optimizer):
                 self.state.pop(each.param, None)  # its owner has it
         elsewhere = {each.param for each in self._wholes}
         in_place = {param: param for param in params_in(self.param_groups) if param not in elsewhere}
-        self._rounds, self._parts = None, [self._make_inners(in_place)]
+        self._rounds, self._parts = [], [self._make_inners(in_place)]
         # Gradients decide which of them are stepped, as in torch: one that is frozen by now may have a gradient.
-        if trained := [each for each in self._wholes if each.piece.trains]:
-            rounds = plan_rounds(trained, self._round_numel)
-            self._rounds = Rounds(rounds, trained[0].piece.ranks)
-            for own in rounds:
-                owned = {each.param: each.whole for each in own if each.whole is not None}
-                self._parts.append(self._make_inners(owned))  # for each round: optimizers count steps in their groups
+        for own in plan_rounds([each for each in self._wholes if each.piece.trains], self._round_numel):
+            self._rounds.append(Round(own, own[0].piece.ranks))
+            owned = {each.param: each.whole for each in own if each.whole is not None}
+            self._parts.append(self._make_inners(owned))  # for each round: optimizers count steps in their groups
         for inner in self._inners:
             inner.load(self.state, is_loaded=is_loaded)
         self._bound = self._found()  # last: the next call repeats an error
@@ -167,8 +163,6 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             Exception: an optimizer inside has raised. Only its rank raises, after the exchanges; parameters that were
                 stepped before keep their new weights. Inside a `DistributedOptimizer` all ranks raise.
-            RankMismatchError: ranks disagree about which parameters have a gradient. On a CPU nothing was stepped. On a
-                device the error comes in the next step, and parameters were stepped.
         """
         loss = None
         if closure is not None:
@@ -183,10 +177,11 @@ class WholeParameterOptimizer(Optimizer):
         inners = self._inners
         for inner in inners:
             inner.take_options()
-        if self._rounds is None:
-            self._step_inners(self._parts[0])
+        steps = [functools.partial(self._step_inners, part) for part in self._parts]
+        if self._rounds:
+            run_rounds(self._rounds, steps, self._wholes[0].piece.ranks)
         else:
-            self._rounds.run([functools.partial(self._step_inners, part) for part in self._parts])
+            steps[0]()
         for inner in sorted(inners, key=lambda inner: inner.had_grads):  # of each group, one with gradients comes last
             inner.give_options()
         self._link()
@@ -228,14 +223,8 @@ class WholeParameterOptimizer(Optimizer):
         return f"{full_name(type(self))}({', '.join(full_name(made.kind) for made in self._classes)})"
 
     def settle(self, ranks: Communicator) -> None:
-        """Copy options that a step has changed from owners to all ranks, before state is collected. Collective.
-
-        Raises:
-            RankMismatchError: ranks had gradients for different parameters in the last step.
-        """
+        """Copy options that a step has changed from owners to all ranks, before state is collected. Collective."""
         self._bind_if_changed()
-        if self._rounds is not None:
-            self._rounds.check()
         self._link()
         numbers = {inner.number for part in self._parts[1:] for inner in part}  # groups with parameters of this rank
         options = {number: options_of(self.param_groups[number]) for number in sorted(numbers)}

@@ -191,7 +191,6 @@ class Category(enum.Enum):
     GRAD_SLOTS = "grad slots"
     SCRATCH = "scratch"
     FLAGS = "flags"
-    OPTIMIZER_ROUNDS = "optimizer rounds"
     STAGING = "staging"
     NORMS = "norms"
 
