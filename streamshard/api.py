@@ -225,25 +225,22 @@ class StreamShard(Watched):
     # -- full tensors -----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+    def summon_full_params(self) -> Iterator[None]:
         """Inside, parameters are full tensors on every rank: original names and shapes, dtypes as outside. Collective.
 
         Every change inside is kept: in place, through ``.data``, or by ``p.data = tensor``. All ranks make the same
         change. After an exception on any rank all ranks raise, and no parameter has changed. Parameters have no
         gradients inside.
 
-        Args:
-            writeback: False: nothing is written back, and ranks may run different code inside.
-
         Raises:
-            ShardingError: called inside a forward or backward. Or, at the end: a change would be lost (any change of
-                values with ``writeback=False``); no parameter has changed.
+            ShardingError: called inside a forward or backward. Or, at the end: a change would be lost; no parameter has
+                changed.
             RankMismatchError: at the end: ranks have made different changes; no parameter has changed.
         """
         from streamshard.full import summon
 
         engine = engine_at_rest(self, "summon_full_params")
-        with leave_inference_mode(), summon(engine, writeback=writeback):
+        with leave_inference_mode(), summon(engine):
             yield
 
     def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:

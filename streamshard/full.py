@@ -94,16 +94,15 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
 
 
 @contextlib.contextmanager
-def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
+def summon(engine: Engine) -> Iterator[None]:
     """See `StreamShard.summon_full_params`.
 
     Raises:
         ShardingError: inside: from a forward or an optimizer's step. At the end, after all pieces are back: a tensor
-            has another shape, or a change would be lost (of values with ``writeback=False``, or a gradient).
+            has another shape, or a gradient, which would be lost.
         RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
     full, _ = gather_full(engine, lambda _, tensor: tensor)
-    before = None if writeback else sums_of_bits(full.values())  # not versions: `.data` has its own
     # For all optimizers, also those that are made inside.
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {param.sharded for param in full}))
     edited: dict[Param, torch.Tensor] = {}
@@ -112,12 +111,10 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         with under_params(engine, full):
             try:
                 yield
-                edited = _edited(engine, full, before)
+                edited = _edited(engine, full)
             except Exception as error:
                 failure = error  # raised when the pieces are back, on all ranks
-        if writeback:
-            _refuse_different(engine, edited, failure)
-        raise_if(failure)
+        _refuse_different(engine, edited, failure)
         with torch.no_grad():
             for param, tensor in edited.items():
                 local = param.piece.cut(tensor).view(-1)
@@ -127,16 +124,15 @@ def summon(engine: Engine, *, writeback: bool) -> Iterator[None]:
         engine.expire_weights()  # the next pass casts the weights again, in no_sync() too
 
 
-def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int] | None) -> dict[Param, torch.Tensor]:
+def _edited(engine: Engine, full: Mapping[Param, torch.Tensor]) -> dict[Param, torch.Tensor]:
     """By parameter, the tensor that it holds now, with dtype and device of `full`.
 
     Args:
         engine: the model's.
         full: the tensors that the parameters held at the start.
-        before: the sums of their bits, if no value may change. Then nothing is returned.
 
     Raises:
-        ShardingError: a parameter was replaced, has a gradient, holds a tensor of another shape, or has changed.
+        ShardingError: a parameter was replaced, has a gradient, holds or a tensor of another shape.
     """
     engine.check_structure()
     memory = {param: param.form.memory(param.sharded) for param in full}
@@ -146,14 +142,7 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor], before: list[int
             raise ShardingError(f"{what} a gradient inside summon_full_params(): compute the loss outside")
         if shape != tensor.shape:
             raise ShardingError(f"{what} other data inside summon_full_params(): {shape}, wanted {param.piece.shape}")
-    edited = {param: memory[param].detach().to(tensor) for param, tensor in full.items()}
-    if before is None:
-        return edited
-    for param, was, now in zip(edited, before, sums_of_bits(edited.values()), strict=True):
-        if was != now:
-            what = f"parameter {param.name!r} was changed inside summon_full_params(writeback=False)"
-            raise ShardingError(f"{what}, and the change is lost: leave writeback out to keep it")
-    return {}
+    return {param: memory[param].detach().to(tensor) for param, tensor in full.items()}
 
 
 def _refuse_different(engine: Engine, edited: Mapping[Param, torch.Tensor], failure: Exception | None) -> None:
