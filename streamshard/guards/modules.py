@@ -127,15 +127,8 @@ class ShardedModule(nn.Module):
     def _refuse_wrapper(self, name: str) -> NoReturn:
         raise ShardingError(f"{name} around {type(self).__name__}, which StreamShard has sharded: use one or the other")
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
-        """Refused."""
-        raise ShardingError(
-            f"{type(self).__name__} is sharded by StreamShard: to_empty() would leave it without its weights. Call "
-            "to_empty() before StreamShard(model)"
-        )
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Called by .to(), .half(), .cuda(). Changes buffers only, if parameters have that dtype and device already."""
+        """Called by .to(), .to_empty(). Changes buffers only, if parameters have that dtype and device already."""
         handle = self.__dict__.get(HANDLE)
         if handle is None:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # nn.Module leaves it unannotated
