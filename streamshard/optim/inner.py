@@ -250,12 +250,10 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
             "optimizers that step without a closure, and step parameters of any shape"
         ) from error
     together, owned = trials
-    option = _differing_option([*together.groups, *owned.groups])
-    if option is not None or not _are_near(together.changes, owned.changes):
-        why = "" if option is None else f", such as {option!r} of their group"
+    if not all(map(_is_near, together.results, owned.results)):
         raise ConfigError(
             f"{name} with these options does not step each parameter by itself: its steps depend on other parameters "
-            f"(a norm or learning rate of all{why}), on random numbers, on weights in the constructor, on memory of "
+            "(a norm or learning rate of all), on random numbers, on weights in the constructor, on memory of "
             "gradients kept without clone(), or on something that a checkpoint loses. WholeParameterOptimizer runs "
             "optimizers that keep state[param] of each parameter, and numbers in their groups. For a norm over all "
             "gradients use model.clip_grad_norm_"
@@ -266,37 +264,22 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(key for key in tensors.keys() - other_state if tensors[key].shape[:1] == (len(shapes),))
 
 
-def _are_near(wanted: Sequence[torch.Tensor], found: Sequence[torch.Tensor]) -> bool:
-    for one, other in zip(wanted, found, strict=True):
-        # The difference of two infinities is NaN.
-        is_same = (one == other) | (one.isnan() & other.isnan())
-        # `not ... <=`: a NaN of one side alone makes the norm NaN.
-        if not torch.where(is_same, 0.0, one - other).norm() <= _TOLERANCE * one.nan_to_num().norm():
-            return False
-    return True
-
-
-def _differing_option(groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first option that is a number and differs between `groups`."""
-    for key, value in groups[0].items():
-        if isinstance(value, int | float | torch.Tensor) and torch.as_tensor(value).numel() == 1:
-            values = torch.stack([torch.as_tensor(group[key], dtype=torch.float64).cpu().view(()) for group in groups])
-            if not torch.allclose(values, values[0], rtol=_TOLERANCE, atol=0.0, equal_nan=True):
-                return key
-    return None
+def _is_near(wanted: torch.Tensor, found: torch.Tensor) -> bool:
+    # The difference of two infinities is NaN.
+    is_same = (wanted == found) | (wanted.isnan() & found.isnan())
+    # A NaN of one side alone makes the norm NaN.
+    return bool(torch.where(is_same, 0.0, wanted - found).norm() <= _TOLERANCE * wanted.nan_to_num().norm())
 
 
 class _Trial(NamedTuple):
     """The results of a few steps.
 
     Attributes:
-        changes: by parameter, the change of its weights.
-        groups: the optimizers' groups.
+        results: by parameter, the change of its weights; then the numbers in its group.
         states: by parameter, its state.
     """
 
-    changes: list[torch.Tensor]
-    groups: list[dict[str, Any]]
+    results: list[torch.Tensor]
     states: list[dict[str, Any]]
 
 
@@ -349,7 +332,13 @@ def _try(
     groups = [each for inner in inners for each in inner.optimizer.param_groups]
     found = {param: values for inner in inners for param, values in inner.optimizer.state.items()}
     states = [found.get(param, {}) for each in groups for param in each["params"]]
-    return _Trial([param.detach() - start for param, start in zip(params, starts, strict=True)], groups, states)
+    numbers = [number for each in groups for _ in each["params"] for number in _numbers_in(each)]
+    return _Trial([*(param.detach() - start for param, start in zip(params, starts, strict=True)), *numbers], states)
+
+
+def _numbers_in(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    tensors = [torch.as_tensor(value) for value in group.values() if isinstance(value, int | float | torch.Tensor)]
+    return [each.cpu().double() for each in tensors if each.numel() == 1]
 
 
 class _RefusesCollectives(TorchDispatchMode):

@@ -260,7 +260,7 @@ class _Masked(_sgd("_", lambda self, params: torch._foreach_mul_(_grads(params),
     ("kind", "message"),
     [
         (_sgd("_Keeps", _keep), "does not step each parameter by itself"),
-        (_sgd("_Estimates", _estimate), r"a norm or learning rate of all, such as 'seen' of their group\)"),
+        (_sgd("_Estimates", _estimate), "a norm or learning rate of all"),
         (_Masked, "on weights in the constructor"),
         (_sgd("_KeepsGrads", _keep_grads), r"on memory of gradients kept without clone\(\)"),
         (_sgd("_Coupled", _divide_by_norm), "its steps depend on other parameters"),
