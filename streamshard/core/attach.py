@@ -63,9 +63,6 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
         if unit is not engine.root_unit:
             unit.guard.set_present(False)
     for name, module in modules_of(root):
-        own = [shards[param] for param in module._parameters.values() if param is not None]
-        # Else bitsandbytes' layers repack their weights in place, in the slot, on some CPUs.
-        module.__dict__.update(item for param in own for item in param.form.prepare().items())
         if any(param is not None for param in module._parameters.values()):
             module.__dict__["_parameters"] = OutsideParameters(module._parameters, places, engine_of)
         _bind_views(engine.units[owner.get(module, ROOT_UNIT)], module, shards)
@@ -155,7 +152,10 @@ def _bind_views(unit: Unit, module: nn.Module, shards: Mapping[Any, Param]) -> N
     anew: leave out those of sharded parameters, for which `unit` exchanges the list.
     """
     sharded = module._parameters
-    if any(param is not None for param in sharded.values()):
+    own = [shards[param] for param in sharded.values() if param is not None]
+    # Else bitsandbytes' layers repack their weights in place, in the slot, on some CPUs.
+    module.__dict__.update(item for param in own for item in param.form.prepare().items())
+    if own:
         computing = {name: None if param is None else shards[param].unsharded for name, param in sharded.items()}
         unit.add_binding(module, "_parameters", sharded, computing)
     if isinstance(module, nn.RNNBase):
