@@ -175,12 +175,12 @@ def _elementwise(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwa
         values = (*args, *kwargs.values())
         piece = _common(func, values)
         return _wrapped(func(*args, **kwargs), piece, values)
-    args = _lists_cut_alike(args)
-    values = (*args, *kwargs.values())
-    lists = [value for value in values if isinstance(value, list | tuple)]
-    others = [value for value in values if not isinstance(value, list | tuple)]
-    rows = [(*row, *others) for row in zip(*lists, strict=True)]
-    pieces = [_common(func, row) for row in rows]
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    rows = [_cut_alike(row) for row in zip(*lists, strict=True)]
+    others = [value for value in args if not isinstance(value, list | tuple)]
+    pieces = [_common(func, (*row, *others, *kwargs.values())) for row in rows]
+    columns = zip(*rows, strict=True)
+    args = tuple(next(columns, value) if isinstance(value, list | tuple) else value for value in args)
     results = func(*args, **kwargs)
     if not isinstance(results, list | tuple):
         return results
@@ -203,13 +203,6 @@ def _recut(tensor: ShardedTensor, piece: Piece) -> torch.Tensor:
     if tensor.piece.is_like(piece) or has_graph or not piece.can_recut(tensor.piece):
         return tensor  # refused by `_common`, if it is cut at other places
     return ShardedTensor.wrap(piece.recut(tensor.as_subclass(torch.Tensor), tensor.piece), piece)
-
-
-def _lists_cut_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a function of lists, in which each row of tensors is cut alike."""
-    lists = [value for value in args if isinstance(value, list | tuple)]
-    columns = zip(*map(_cut_alike, zip(*lists, strict=True)), strict=True)
-    return tuple(next(columns, value) if isinstance(value, list | tuple) else value for value in args)
 
 
 def _wrapped(result: Any, piece: Piece | None, values: tuple[Any, ...]) -> Any:
