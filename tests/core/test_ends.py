@@ -237,6 +237,35 @@ def test_a_first_layer_whose_input_needs_a_gradient_later_trains_like_plain(cont
     assert _ends(model) == {"first", "last"}
 
 
+class _Distances(_Points):
+    """A small tower behind the layers computes with a table that no layer has looked up, as SEW-D's encoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        for layer in self.layers:
+            x = layer(x).tanh()
+        table = self.last.weight
+        for layer in self.tower:
+            x = (layer(x) @ table.t()).tanh() @ table
+        return x
+
+
+@on_ranks(2)
+def test_a_table_that_is_read_before_a_resident_tower_keeps_its_values_for_backward(context: RankContext) -> None:
+    """Backward comes to the tower first, while it still needs the table."""
+
+    def step(model: nn.Module, call: Call) -> Tensor:
+        x = torch.sin(torch.arange(640.0).view(4, 160) + call.rank + call.step)
+        return call.backward(model(x).square().mean())
+
+    model = assert_trains_like_plain(context, _Distances, step, steps=4, checked=(2, 3))
+    assert _ends(model) == {"first", "last"}
+
+
 @on_ranks(2)
 def test_tokens_that_change_before_backward_raise_as_in_plain_pytorch(context: RankContext) -> None:
     model = sharded_model(_reader)
