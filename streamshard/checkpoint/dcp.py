@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import pickle
 import warnings
@@ -279,12 +280,13 @@ class DcpFiles:
             entry = self.entries[key]
             # torch's `TensorProperties` pickles as a tuple, dtype first.
             shape, dtype = entry.size, entry.properties.state[0]
-            boxes = [[*zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in entry.chunks]
-            if not are_tiles(shape, boxes):  # elements of no piece would stay uninitialised
+            boxes = [tuple(zip(chunk.offsets, chunk.sizes, shape, strict=True)) for chunk in entry.chunks]
+            filled = [box for box in boxes if all(size for _, size, _ in box)]  # ranks may have none
+            if math.prod(shape) and not are_tiles(filled):  # elements of no piece would stay uninitialised
                 raise CheckpointError(f"its pieces do not hold each element of a tensor of shape {list(shape)} once")
             whole = torch.empty(shape, dtype=dtype)
             for chunk, box in zip(entry.chunks, boxes, strict=True):
-                piece = whole[tuple(slice(start, start + size) for start, size in box)]
+                piece = whole[tuple(slice(start, start + size) for start, size, _ in box)]
                 stored = self._load(key, chunk.offsets)
                 if stored.shape != piece.shape or stored.dtype != dtype:
                     raise CheckpointError(f"its file does not hold a piece of shape {list(chunk.sizes)} and {dtype}")

@@ -172,18 +172,13 @@ class Backward(Phase):
         engine = self._engine
         self._computing = unit
         engine.streams.observe(StepPart.BACKWARD, unit.index, begins=True)
+        assert self.graph is not None  # `enter` comes first
+        # Weights that code outside of layers has read stay until their visit: no prehook tells when it begins.
+        kept = self.graph.versions.keys() & self._schedule.visits[visit:]
         for other in engine.units[1:]:
-            if other.is_bound and other is not unit and not self._is_read_later(other, visit):
+            if other.is_bound and other is not unit and other.index not in kept:
                 other.release()
         engine.issue(self._schedule.advance_to(visit))
-
-    def _is_read_later(self, unit: Unit, visit: int) -> bool:
-        """Whether code outside of layers has read weights of `unit`, which backward visits behind `visit`.
-
-        No prehook tells when their backward begins, so they stay in place from the start.
-        """
-        following = self._schedule.visits[visit:]
-        return self.graph is not None and unit.index in self.graph.versions and unit.index in following
 
     def read(self, unit: Unit, name: str = "") -> None:
         """See `Phase`. Recomputed code of the root unit reads it. A look-up alone does not gather it."""
