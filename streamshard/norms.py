@@ -12,7 +12,7 @@ that differ so little round to two numbers about once in 10^8 norms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from streamshard.comm.communicator import Communicator
 
 _CHUNK = 1 << 18  # elements converted at once on the CPU. Smaller chunks of large tensors are slower to read
+_GROUP = 1 << 17  # elements of small tensors, converted by one call
 
 
 def local_norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
@@ -46,7 +47,29 @@ def local_norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Ten
             torch.linalg.vector_norm(tensor, order, dtype=torch.float64) if tensor.numel() else buffer.new_zeros(())
             for tensor in tensors
         ]
-    return [_norm_of_one(tensor.reshape(-1), buffer) for tensor in tensors]
+    norms: list[torch.Tensor] = []
+    for group in _groups(tensors):
+        if len(group) == 1:
+            norms.append(_norm_of_one(group[0], buffer))
+        else:  # one call for all of them: calls take longer than their elements
+            sizes = [tensor.numel() for tensor in group]
+            wide = buffer[: sum(sizes)].split(sizes)
+            torch._foreach_copy_(wide, group)
+            norms += torch._foreach_norm(wide, 2.0)
+    return norms
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """All tensors, flat and in order, by groups of at most `_GROUP` elements. A larger tensor is alone."""
+    group: list[torch.Tensor] = []
+    numel = 0
+    for tensor in tensors:
+        if group and numel + tensor.numel() > _GROUP:
+            yield group
+            group, numel = [], 0
+        group.append(tensor if tensor.ndim == 1 else tensor.reshape(-1))
+        numel += tensor.numel()
+    yield group
 
 
 def _norm_of_one(tensor: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

@@ -335,6 +335,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "norms": [
         ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
+        ("_groups", Swap("numel + tensor.numel() > _GROUP", "len(group) == 1"), "norms"),
+        ("local_norms", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),
     ],
     "guards/loop": [("check_step", Swap("graph_task_id() != -1", "False"), "step_in_backward:penalty")],

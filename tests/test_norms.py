@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from streamshard.norms import local_norms
+from tests.reference import Operators
 
 SIZES = [0, 1, 1000, 1 << 16, (1 << 16) + 1, 0, 1 << 17, 5, (1 << 17) + 1, 7, 0, 1 << 18, (1 << 18) + 1, 600_000]
 
@@ -54,3 +55,11 @@ def test_tensors_of_several_dtypes_and_shapes_keep_all_their_digits() -> None:
     tensors = [_values(60).bfloat16(), _values(61).double(), _values(62).half(), _values(64).view(8, 8).t()]
     for found, tensor in zip(local_norms(tensors, 2.0), tensors, strict=True):
         assert found.item() == pytest.approx(tensor.double().norm().item(), rel=1e-13)
+
+
+def test_many_small_tensors_take_few_calls() -> None:
+    tensors = _values(300_000).split(1000)
+    with Operators() as calls:
+        assert len(local_norms(tensors, 2.0)) == 300
+    assert calls.counts.total() < 20
+    assert local_norms([], 2.0) == []
