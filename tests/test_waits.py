@@ -36,9 +36,12 @@ _UNSEEN = (
     "core/host: self._written.wait() 2",
     "core/host: stored.wait() 1",
     "core/host: self._computed.wait() 1",
-    # Implied by that of the forward: weights that change between a forward and its backward are refused.
+    # For writes through `.data` between a forward and its backward: test_forward_and_backward_wait_once_each.
     "core/backward: engine.weights_written.wait() 1",
-    # Implied by the waits for staging and chunks: there are two of each, and other units between.
+    # For flags that another rank still reads: after an error, or on CPUs without an all-gather between two backwards.
+    "core/reductions: self._arrived[0].wait() 1",
+    "core/reductions: readers.wait() 1",
+    # With a single unit only: test_offload.
     "core/host: self._stored[unit.index].wait() 1",
     "core/host: self._stored[unit.index].wait() 2",
 )
@@ -76,7 +79,7 @@ def _stepping(model: Any, context: RankContext) -> None:
 
 # By file, the lines that wait.
 WAITS = {"core/backward": 1, "core/engine": 1, "core/forward": 1, "core/host": 17, "core/outer_shards": 3}
-WAITS |= {"core/reductions": 5, "core/replicas": 3, "core/slots": 3, "core/unit": 2}
+WAITS |= {"core/reductions": 7, "core/replicas": 3, "core/slots": 3, "core/unit": 2}
 
 _SLOTS: dict[str, Any] = {"weight_slots": "all"}
 _OFFLOAD: dict[str, Any] = {"offload": "state"}

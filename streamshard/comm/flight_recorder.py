@@ -5,7 +5,7 @@ So each rank logs the collectives that it issues (`IssueLog`). A `FlightRecorder
 to the other ranks, in the store of the process group. A rank shows its log only while it waits or idles, so training
 sends nothing.
 
-The watchdog, a thread (`streamshard.comm.ranks`), looks twice a second whether this rank waits:
+The watchdog, a thread (`streamshard.comm.watchdog`), looks twice a second whether this rank waits:
 
 - If the logs differ, the wait can never succeed, and the watchdog ends it.
 - Otherwise a rank may only be slow. The watchdog logs a warning after 30 seconds, and again whenever the wait has

@@ -86,7 +86,8 @@ class Backward(Phase):
         self._follows_step = engine.progress.has_stepped
         engine.progress.has_stepped = False  # hooks may step inside this backward
         engine.reductions.begin(is_synced=engine.is_synced, reduces=not self._leaves_unreduced)
-        # Writes since the forward that no version counts are not refused: this backward's all-gathers cast them.
+        # This backward's all-gathers cast weights anew. A write through `.data` since the forward counts in no version,
+        # so it is not refused.
         engine.weights_written.record()
         engine.weights_written.wait()  # rule 5
         for head in engine.tied:

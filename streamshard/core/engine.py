@@ -49,7 +49,7 @@ class Graph:
         called: units of which this rank has called layers.
         called_again: resident units of which this rank has called layers several times.
         silent: units of which this rank has called layers without a graph: a reentrant checkpoint recomputes them.
-        visits: units in the order in which the forward all-gathered them; filled at its end.
+        visits: of the forward, in order (`Schedule.log`); filled at its end.
     """
 
     plan: SlotPlan
@@ -168,6 +168,7 @@ class Engine:
         members_of: returns the model's modules; None once the model is gone.
         divisor: of sums of gradients.
         progress: how far the training loop has come.
+        resident: the units that do not take turns, but for the root unit.
         profiler: names the work of units while a profiler runs.
         phase: the pass under way, in any thread; None between passes.
         order: of units, in which the next pass all-gathers them.

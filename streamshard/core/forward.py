@@ -133,7 +133,7 @@ class Forward(Phase):
             ShardingError: a layer of another streamed unit runs.
         """
         self._engine.streams.observe(StepPart.FORWARD, unit.index, begins=True)
-        outer = self._running_beside(unit) if self._running else None
+        outer = self._running_beside(unit)
         if unit.is_streamed and outer is not None:
             raise ShardingError(
                 f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "
@@ -174,11 +174,12 @@ class Forward(Phase):
         Raises:
             ShardingError: other units need the slot. Without gradients too: a view of the weights may live on.
         """
+        outer = self._running_beside(unit)
         if self._engine.ends is not None:
-            self._engine.ends.use(unit, is_read=True, is_inside=self._running_beside(unit) is not None)
+            self._engine.ends.use(unit, is_read=True, is_inside=outer is not None)
         if not unit.is_streamed:
             self._use_in_place(unit)
-        elif self._running_beside(unit) is not None or not self._schedule.is_last(unit.index):
+        elif outer is not None or not self._schedule.is_last(unit.index):
             if name:
                 refuse_read(name)
         else:
@@ -236,7 +237,7 @@ class Forward(Phase):
         self.graph.versions.setdefault(unit.index, unit.versions())
 
     def _begin_use(self, unit: Unit) -> None:
-        """Layers may compute with the weights: note versions, for `Unit.end_use`. Once per pass if it is resident."""
+        """Layers may compute with the weights: forget earlier writes, copy ``requires_grad``. A resident unit: once."""
         if not unit.is_streamed:
             if unit.index in self._used:
                 return

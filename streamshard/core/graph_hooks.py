@@ -211,7 +211,7 @@ def _take_tied_gradient(engine_of: Callable[[], Engine | None], engine: Engine, 
     # In a backward inside the backward, of a reentrant checkpoint, the next chunk may need the weight.
     is_outer = isinstance(phase, Backward) and phase.task == graph_task_id()
     if is_ordinary and is_outer and head.pass_by():  # `pass_by` last: it lets reads of the weight be noticed
-        engine.reductions.write_early(unit, param, grad)
+        engine.reductions.write_tied(unit, param, grad)
         return
     with AsTensors():
         own = get_grad(param.unsharded)
@@ -225,7 +225,7 @@ def _on_gradient(engine_of: Callable[[], Engine | None], index: int, place: int,
     if (engine := engine_of()) is None:
         return
     param = engine.units[index].params[place]
-    # Once per backward, or before an error. The others cost host time only for this line.
+    # True for the first gradient of a backward, or before an error. All others pay for this line only.
     if not param.has_room or not engine.reductions.is_open or torch.is_grad_enabled():
         untraced(_accept_gradient, engine, param, view)
     engine.reductions.note(index)

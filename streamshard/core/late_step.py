@@ -124,12 +124,12 @@ class _Moments:
         for entry in entries:
             for key, value in entry.state.items():
                 if is_moment(key, entry.param, value):
-                    home = self.home(entry, key, value.dtype, host)
+                    home = self.place_of(entry, key, value.dtype, host)
                     if value.data_ptr() != home.data_ptr():  # the user has loaded it, or the buffer is new
                         host.settle()
                         entry.state[key] = home.copy_(value)
 
-    def home(self, entry: _Entry, key: str, dtype: torch.dtype, host: HostState) -> torch.Tensor:
+    def place_of(self, entry: _Entry, key: str, dtype: torch.dtype, host: HostState) -> torch.Tensor:
         """[local shape], the place of one entry of the state."""
         if (buffer := self.buffers.get((key, dtype))) is None:
             buffer = self.buffers[key, dtype] = host.allocate(self.stop - self.start, dtype)
@@ -322,7 +322,7 @@ class _Chunk:
                 place = buffer[begin : begin + numel]
                 if value.data_ptr() != place.data_ptr():
                     place.copy_(value.reshape(-1))
-                state[key] = self._moments.home(part.entry, key, value.dtype, self._host)
+                state[key] = self._moments.place_of(part.entry, key, value.dtype, self._host)
             if part.is_last:
                 part.entry.state.clear()
                 part.entry.state.update(state)

@@ -66,7 +66,7 @@ class Param:
         in_slot: [full shape] grad_dtype, the gradient's place in the gradient slot.
         is_used: this rank's graphs have made a gradient since the last one was given; other ranks are told.
         is_kept: main grads hold ``.grad`` from before this backward, to which the reduction is added.
-        is_written_early: a part of the gradient is in the slot already, see [Note: tied weights].
+        is_tied_written: a part of the gradient is in the slot already, see [Note: tied weights].
         is_left: the gradient waits unreduced, or for an average over replicas, for a later backward.
         flat_main_grads: [shard_numel] fp32, of the flat parameter; may have no memory (`FlatParam.may_drop`).
         lookups: gradients of outputs of an embedding, of which its gradient is made.
@@ -90,7 +90,7 @@ class Param:
         # Kept: each step makes the view anew, for each parameter.
         self._strides = torch.empty(self.piece.local_shape, device="meta").stride()
         self.has_room = False
-        self.is_used = self.is_kept = self.is_written_early = self.is_left = False
+        self.is_used = self.is_kept = self.is_tied_written = self.is_left = False
         self.given: ShardedTensor | None = None
         self.was_given = False
         self.lookups: list[Lookup] = []
@@ -195,7 +195,7 @@ class FlatParam:
         is_on_host: bool,
     ) -> None:
         self.gather_ranks = self.reduce_ranks = gather_ranks
-        self.is_outer = gather_ranks is not ranks
+        self._is_outer = gather_ranks is not ranks
         self.is_on_host, self.host_input = is_on_host, torch.empty(0)
         self.tag, self.kind, self.layout = plan.tag, plan.kind, plan.layout
         self.params: list[Param] = []
@@ -212,7 +212,7 @@ class FlatParam:
             self.gathered = _bytes_as(wire, plan.wire, kind.wire_dtype)
         own = self._own_part
         # The slot is the unit's alone, so this rank's range of it never holds other weights.
-        if keeps_slot and is_sent_as_is and self.gathered is self.weights and not self.is_outer:
+        if keeps_slot and is_sent_as_is and self.gathered is self.weights and not self._is_outer:
             self.main = own
         else:
             # Weights that are cast are read in the slot, so these need not be visible.
@@ -220,7 +220,7 @@ class FlatParam:
                 kept_as, numel, kind.main_dtype, is_visible=is_sent_as_is, is_on_host=is_on_host
             )
         self.sent_shard = torch.empty(0)
-        if self.is_outer:
+        if self._is_outer:
             category, size = Category.ALL_GATHER_INPUTS, ranks.world_size // gather_ranks.world_size * numel
             self.sent_shard = ledger.allocate(category, size, kind.wire_dtype, is_visible=True)
         self._make_gathers()
@@ -249,7 +249,7 @@ class FlatParam:
     def _make_gathers(self) -> None:
         """Make `gather` and `unit_gathers`. Called again when the unit goes over to another slot."""
         is_cast, own = self.kind.main_dtype is not self.kind.wire_dtype and not self.is_on_host, self._own_part
-        if not self.is_outer:
+        if not self._is_outer:
             shard = own if self.is_on_host else self.main
             self.gather = Gather(shard, self.gathered, self.tag, own if is_cast else None)
             self.unit_gathers = [self.gather]

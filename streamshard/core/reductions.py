@@ -178,11 +178,11 @@ class Reductions:
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
             unit.grads.collect(self._others.pop(unit.index, ()))
 
-    def write_early(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
-        """Write a gradient in the place of its weight. See `UnitGrads.write_early`."""
+    def write_tied(self, unit: Unit, param: Param, grad: torch.Tensor) -> None:
+        """Write a gradient in the place of its weight. See `UnitGrads.write_tied`."""
         self.note(unit.index)
         with unit.reducing, self.ranks.streams.on_device_stream(self._stream):
-            unit.grads.write_early(param, grad, self._others.get(unit.index, ()))
+            unit.grads.write_tied(param, grad, self._others.get(unit.index, ()))
 
     def finish(self, *, follows_step: bool) -> list[nn.Parameter]:
         """Let the compute stream wait for all reductions, and set ``.grad``.
@@ -310,9 +310,9 @@ class UsedParams:
             if flags != self._sent:  # else the last exchange has sent the same
                 # Every rank has read the flags of the last exchange. `_fetch_steps` (on a device) or `finish` (on CPUs)
                 # has waited for that, unless an error came between.
-                self._arrived[0].wait()
+                self._arrived[0].wait()  # rule 6
                 for readers in filter(None, self._readers):
-                    readers.wait()
+                    readers.wait()  # rule 6
                 if flags[:-2] == self._sent[:-2]:  # then the host sends nothing
                     steps = self._flags[0][-2:]
                     steps.copy_(steps.flip(0))
@@ -321,8 +321,6 @@ class UsedParams:
                     told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
                     self._flags[0].copy_(told, non_blocking=is_remote)
                 self._sent = flags
-            for arrived in self._arrived[1:]:  # the last exchange over replicas has read what this one writes
-                arrived.wait()
             self._start(0)
 
     def _start(self, stage: int) -> None:

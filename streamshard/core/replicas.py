@@ -55,7 +55,7 @@ class OverReplicas(abc.ABC):
         self._is_synced = is_synced
 
     def add(self, unit: Unit, reduction: Sequence[Work | None]) -> None:
-        """The reduction of `unit` in the shard group was started. The host need not complete None."""
+        """The reduction of `unit` in the shard group was started. A work of None needs no completing."""
         if not self.averages_grads:
             return
         if not self._is_synced:

@@ -91,7 +91,7 @@ class Unit:
         params: this rank's part of each parameter, in the order of the flat parameters; filled by `make_unsharded`.
         trained: the flat parameters that train.
         is_bound: modules hold the unsharded parameters, else the sharded parameters.
-        is_trainable: a parameter requires a gradient, and has room for it; see `copy_trainability`.
+        is_trainable: a parameter requires a gradient, and the unit has room for gradients; see `copy_trainability`.
         trains: ``requires_grad`` of unsharded parameters.
         is_sent_as_is: an all-gather reads main weights themselves, which are not cast, or shards cast before.
         versions_cast: with ``offload``, `versions` at the last cast. Empty: unknown.

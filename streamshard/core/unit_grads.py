@@ -162,7 +162,7 @@ class UnitGrads:
             for param in self.params:
                 if (grad := get_grad(param.unsharded)) is not None:
                     set_grad(param.unsharded, None)
-                if param.lookups or param.is_written_early:
+                if param.lookups or param.is_tied_written:
                     beside += self._write_parts(param, grad, adds=adds)
                 elif grad is None:
                     absent.append(param.in_slot)
@@ -181,16 +181,16 @@ class UnitGrads:
     def _write_parts(self, param: Param, grad: torch.Tensor | None, *, adds: bool) -> list[torch.Tensor]:
         """Write a gradient made in parts: early (of a tied head), by look-ups, and `grad`. Returns the tensors read."""
         parts = list(map(_grad_of, param.lookups))
-        if param.is_written_early and grad is not None:
-            self.write_early(param, grad, ())
+        if param.is_tied_written and grad is not None:
+            self.write_tied(param, grad, ())
             parts.append(grad)
         if param.lookups:
-            dense = param.in_slot if param.is_written_early else grad
+            dense = param.in_slot if param.is_tied_written else grad
             write_lookups(param.in_slot, param.lookups, dense, adds=adds)
-        param.is_written_early = False
+        param.is_tied_written = False
         return parts
 
-    def write_early(self, param: Param, grad: torch.Tensor, others: Collection[Any]) -> None:
+    def write_tied(self, param: Param, grad: torch.Tensor, others: Collection[Any]) -> None:
         """Write a gradient of `param`, or add it, in the place of its weight, which nobody needs any more.
 
         The other weights of the unit stay. `collect` adds what comes later. See there for the arguments.
@@ -198,8 +198,8 @@ class UnitGrads:
         current: Any = self._wait_for(others) if others else None
         if self.slot.weights is not None:
             self.slot.weights.shard_read.complete()  # rule 6
-        param.in_slot.add_(grad) if param.is_written_early else param.in_slot.copy_(grad)
-        param.is_written_early = param.is_used = True
+        param.in_slot.add_(grad) if param.is_tied_written else param.in_slot.copy_(grad)
+        param.is_tied_written = param.is_used = True
         if others:
             grad.record_stream(current)
 
@@ -357,7 +357,7 @@ class UnitGrads:
         for param in params:
             with AsTensors():
                 set_grad(param.unsharded, None)
-            param.is_used = param.is_kept = param.is_written_early = param.is_left = False
+            param.is_used = param.is_kept = param.is_tied_written = param.is_left = False
             param.lookups.clear()
             if param.has_room and param.sharded.grad is param.given:
                 param.sharded.grad = None

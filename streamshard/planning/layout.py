@@ -216,7 +216,7 @@ class FlatParamPlan(NamedTuple):
         tag: its number in the model, the same on all ranks; the tag of its messages.
         kind: see `FlatParamKind`.
         found: its parameters, as they were before sharding.
-        numel: how many they are. A packed element may hold several.
+        numel: elements of its parameters, unpacked: a packed byte may hold two.
         layout: where they lie.
         weights: bytes of the unit's weight slot: ``padded_numel`` elements of the compute dtype.
         wire: bytes of the wire buffer beside the slot; empty if it is all-gathered in the compute dtype.

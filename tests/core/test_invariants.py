@@ -46,6 +46,51 @@ def _assert_at_rest(engine: Engine) -> None:
         assert not any(param.is_used or param.is_left for param in unit.params), unit.name
 
 
+class _Moments(Observer):
+    """Of a step, in the host's order: a unit's all-gather (G), forward (F), backward (B) and reduction (R) begin."""
+
+    LETTERS = dict(
+        zip((StepPart.ALL_GATHER, StepPart.FORWARD, StepPart.BACKWARD, StepPart.REDUCTION), "GFBR", strict=True)
+    )
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
+        """See `Observer`."""
+        if begins and unit:  # without the root unit, 0
+            self.seen.append(f"{self.LETTERS[part]}{unit}")
+
+
+MOMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "two slots": ({}, "G1 G2 F1 F2 G3 F3 G4 F4 | B4 B3 R4 G2 B2 R3 G1 B1 R2 R1"),
+    "three slots": ({"weight_slots": 3}, "G1 G2 G3 F1 F2 G4 F3 F4 | B4 B3 R4 G1 B2 R3 B1 R2 R1"),
+    "gradients have slots of their own": (
+        {"weight_slots": 2, "grad_slots": "all"},
+        "G1 G2 F1 F2 G3 F3 G4 F4 | B4 B3 G2 R4 B2 G1 R3 B1 R2 R1",
+    ),
+    "two layers in a unit": (
+        {"min_unit_size": 2000},
+        "G1 G2 F1 F1 F2 G3 F2 F3 G4 F3 F4 F4 | B4 B3 R4 G2 B2 R3 G1 B1 R2 R1",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", MOMENTS)
+def test_collectives_begin_as_soon_as_their_slot_is_free(context: RankContext, what: str) -> None:
+    settings, wanted = MOMENTS[what]
+    model = sharded_model(stack_of(Layer, 8 if "min_unit_size" in settings else 4), **settings)
+    moments = _Moments()
+    for _ in range(3):  # the last one knows the order of layers
+        moments.seen.clear()
+        with engine_inside(model).streams.observed_by(moments):
+            loss = model(vector_batch(0, context.rank)).sum()
+            moments.seen.append("|")
+            loss.backward()
+    assert " ".join(moments.seen) == wanted
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("sockets", [False, True], ids=["shared memory", "sockets"])
 def test_no_all_gather_is_pending_when_weights_are_cast_or_gathered_again(context: RankContext, sockets: bool) -> None:

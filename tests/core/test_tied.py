@@ -158,7 +158,7 @@ WAYS = {
 }
 
 
-_counting = functools.partial(counted, Reductions, "write_early")  # gradients that took their weight's place
+_counting = functools.partial(counted, Reductions, "write_tied")  # gradients that took their weight's place
 
 
 @on_ranks(2)
@@ -186,14 +186,14 @@ def test_code_that_begins_to_recompute_with_the_weight_raises(context: RankConte
 def test_a_gradient_waits_for_ranks_that_still_read_the_weight(context: RankContext) -> None:
     """They read it in this rank's range of the slot. A second backward gathers the weight, and then runs the head."""
     model = sharded_model(_tied, precision=BF16)
-    write, pending = UnitGrads.write_early, []
+    write, pending = UnitGrads.write_tied, []
 
-    def write_early(grads: Any, *given: Any) -> None:
+    def write_tied(grads: Any, *given: Any) -> None:
         before = len(grads.slot.weights.shard_read.works)
         write(grads, *given)
         pending.append((before, len(grads.slot.weights.shard_read.works)))
 
-    with mock.patch.object(UnitGrads, "write_early", write_early):
+    with mock.patch.object(UnitGrads, "write_tied", write_tied):
         for step in range(3):
             kept_graph(model, context.call(step))
     assert pending and all(before > 0 and after == 0 for before, after in pending)
