@@ -479,6 +479,8 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "layer_major/micro_batch": [
         ("MicroBatch.begin_segment", Drop("self._leaves.clear()"), _LAYER_MAJOR),
         ("MicroBatch.cut_inputs", Drop("self._segments[-1].append("), _LAYER_MAJOR),
+        ("MicroBatch._cut_input", Drop("if value._backward_hooks"), "accumulate:cannot_run"),
+        ("MicroBatch._cut_input", Drop("value.__dict__.update("), "accumulate:cannot_run"),
         ("MicroBatch._run_part_backward", Drop("roots.update("), _LAYER_MAJOR),
         ("MicroBatch._keep", Swap("dense[param] + grad if param in dense else grad", "grad"), _LAYER_MAJOR),
         ("MicroBatch._inputs_of", Drop("self._refuse_beneath("), "accumulate:cannot_run"),

@@ -401,6 +401,22 @@ def _hooked(model: Any, x: Tensor) -> Tensor:
     return model.head(_run(model.layers[1:], kept, lambda layer, x: layer(x + kept)))
 
 
+def _hooked_sum(model: Any, x: Tensor) -> Tensor:
+    """A residual that is added outside of layers."""
+    for layer in model.layers:
+        x = x + layer(x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+    return model.head(x)
+
+
+def _hooked_later(model: Any, x: Tensor) -> Tensor:
+    x = x + model.layers[0](x)
+    y = model.layers[1](x)
+    x.retain_grad()
+    return model.head(_run(model.layers[2:], x + y))
+
+
 def _differentiating(model: Any, x: Tensor) -> Tensor:
     x = x.requires_grad_()
     y = _run(model.layers, x)
@@ -447,6 +463,8 @@ REFUSED = {
     "a global list": _Refused(_of(_keeping), "depends on the forward of another one.*return them from the layers"),
     "a list of the forward": _Refused(_Recording, "computed from the other.*Return such tensors from layers"),
     "a hook": _Refused(_of(_hooked), "register_hook or retain_grad of a tensor between layers"),
+    "a hook on a sum": _Refused(_of(_hooked_sum), "register_hook or retain_grad of a tensor between layers"),
+    "a hook behind a layer": _Refused(_of(_hooked_later), "register_hook or retain_grad of a tensor between layers"),
     "a weight in a variable": _Refused(_of(_held, _Parts), "from the other.*a weight that code keeps in a variable"),
     "inputs changed in place": _Refused(
         lambda: Calling(_ChangingLayer, lambda layer, x: layer(2.0 * x)), "'layers.1' changes its input in place"

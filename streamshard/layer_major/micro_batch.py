@@ -194,6 +194,10 @@ class MicroBatch:
         if not isinstance(value, torch.Tensor):
             return value
         cut = self._cut_tensor(value)
+        if cut is not value:  # code around the layer may add `value` to what the layer returns
+            if value._backward_hooks or value.retains_grad:
+                _refuse_hook()
+            value.__dict__.update(_NO_HOOKS)
         self._given.append((cut, cut.grad_fn))
         return cut
 
@@ -220,7 +224,7 @@ class MicroBatch:
         cut, edge = tensor.__dict__.get(_CUT), (tensor.grad_fn, tensor.output_nr)
         if cut is None or self._cuts.get(cut.grad_fn) != edge:  # changed in place since
             cut = tensor.__dict__[_CUT] = _cut(tensor.detach(), _anchor)
-            cut.__dict__.update(register_hook=_refuse_hook, retain_grad=_refuse_hook)
+            cut.__dict__.update(_NO_HOOKS)
             self._cuts[cut.grad_fn] = edge
         return cast(torch.Tensor, cut)
 
@@ -348,11 +352,15 @@ class MicroBatch:
 
 
 def _refuse_hook(*args: Any) -> NoReturn:
-    """Takes the place of ``register_hook`` and ``retain_grad`` of a cut, whose gradient comes in several parts."""
+    """Raise: autograd would call a hook for each part of the tensor's gradient."""
     raise ShardingError(
         "accumulate: register_hook or retain_grad of a tensor between layers, whose gradient comes in several parts: "
         "call it on a tensor inside a layer, or loop over micro-batches with loss.backward()"
     )
+
+
+# Entries of the ``__dict__`` of tensors that layers get and return, whose gradients come in several parts.
+_NO_HOOKS = {"register_hook": _refuse_hook, "retain_grad": _refuse_hook}
 
 
 def _refuse_inside_function(unit: Unit) -> None:
