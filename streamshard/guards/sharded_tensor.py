@@ -361,7 +361,8 @@ _RIGHT = (
     "Elementwise operations with numbers and pieces work, and norms, sum, mean, any, all of all elements; max and min "
     "of a tensor without gradient. Operations along a dimension need full rows or columns"
 )
-_MADE = "p.detach().clone() and torch.zeros_like(p) are pieces"
+_MADE = "p.detach().clone(), torch.zeros_like(p) and torch.zeros_like(p).normal_() are pieces"
+_WHOLE = "an optimizer that streamshard.optim.WholeParameterOptimizer runs gets full gradients"
 _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}"
 _COMPUTE = (
     "If a loss needs it, compute in a method of the model, and call streamshard.register_forward_method(model, "
@@ -374,6 +375,8 @@ _WHY = {
     "register_hook": "Its gradient is made by a reduction, not in a graph. Call register_post_accumulate_grad_hook, "
     "which gets the parameter, whose .grad is this rank's piece. After backward() param.grad.norm() is the norm of the "
     "full gradient",
+    "randn_like": "torch.zeros_like(p).normal_() is this rank's piece of the same random numbers",
+    "rand_like": "torch.zeros_like(p).uniform_() is this rank's piece of the same random numbers",
     "chunk": "Leave fully_shard out. Tensor and expert parallelism come first: parallelize the model before "
     "StreamShard(model)",
 }
@@ -387,7 +390,8 @@ def refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> No
     elif piece.is_weight:
         why = f"{why or _RIGHT}. {_COMPUTE}"
     raise ShardingError(
-        f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. {why or _RIGHT}"
+        f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. "
+        f"{why or f'{_RIGHT}: {_WHOLE}'}"
     )
 
 

@@ -17,9 +17,19 @@ from safetensors.torch import save
 from torch import nn
 
 from streamshard import ShardingError, StreamShard
+from streamshard.optim import WholeParameterOptimizer
 from tests.models import Stack, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import EXACT, assert_same, assert_trains_like_plain, case, full_grads, piece_of, sharded_model
+from tests.reference import (
+    EXACT,
+    NEAR,
+    assert_same,
+    assert_trains_like_plain,
+    case,
+    full_grads,
+    piece_of,
+    sharded_model,
+)
 
 DIM = 8
 
@@ -182,7 +192,9 @@ ADVICE = {
     "backward": r"call loss\.backward\(\) without inputs=",
     "gradients of copies": r"copy = weight\.clone\(\)",
     "a hook": "register_post_accumulate_grad_hook",
+    "noise": r"torch\.zeros_like\(p\)\.normal_\(\)",
 }
+OF_GRADIENTS = {"noise": ADVICE["noise"], "norm along a dimension": "WholeParameterOptimizer runs gets full gradients"}
 
 
 @on_ranks(2)
@@ -201,7 +213,8 @@ def test_other_operations_raise_by_the_parameters_name(context: RankContext) -> 
             with pytest.raises(ShardingError) as raised:
                 use(*given, named)
                 pytest.fail(f"{of}{name}")
-            advice = "" if of else ADVICE.get(name, r"register_forward_method\(model, 'method'\).*summon_full_params\(")
+            general = r"register_forward_method\(model, 'method'\).*summon_full_params\("
+            advice = OF_GRADIENTS.get(name, "") if of else ADVICE.get(name, general)
             wanted = "one rank" if "save" in name or "copy" in name else rf"{of}parameter '[01]\.linear\..*{advice}"
             assert re.search(wanted, str(raised.value)), (of, name, raised.value)
     assert_same(model.full_state_dict(rank0_only=False), before[0], "weights", EXACT)
@@ -229,6 +242,42 @@ def test_random_numbers_are_those_that_the_full_tensor_would_get(context: RankCo
             assert torch.equal(model.full_state_dict(rank0_only=False)["0.linear.weight"], plain.weight)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         model[0].linear.weight.normal_()
+
+
+@on_ranks(2)
+def test_noise_is_that_of_the_full_tensor(context: RankContext) -> None:
+    """As the errors of ``randn_like`` and ``rand_like`` say."""
+    weight = sharded()[0].linear.weight
+    for like, draw in ((torch.randn_like, torch.Tensor.normal_), (torch.rand_like, torch.Tensor.uniform_)):
+        with pytest.raises(ShardingError, match=rf"torch\.zeros_like\(p\)\.{draw.__name__}\(\)"):
+            like(weight)
+        torch.manual_seed(5)
+        wanted = like(torch.zeros(DIM, DIM))
+        torch.manual_seed(5)
+        noise = draw(torch.zeros_like(weight))
+        assert torch.allclose(noise.norm(), wanted.norm(), rtol=1e-6)
+        assert torch.isin(noise.detach().as_subclass(torch.Tensor), wanted).all()
+
+
+class _CenteringSGD(torch.optim.SGD):
+    """Subtracts means of rows from gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            param.grad.sub_(param.grad.mean(dim=-1, keepdim=True))
+        return super().step(closure)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_whole_parameters_computes_along_rows_of_gradients(context: RankContext) -> None:
+    """As the error says."""
+    model, plain = sharded(), build()
+    whole = WholeParameterOptimizer(model.parameters(), _CenteringSGD, lr=0.1)
+    for each, optimizer in ((model, whole), (plain, _CenteringSGD(plain.parameters(), lr=0.1))):
+        each(torch.ones(4, DIM)).square().sum().backward()
+        optimizer.step()
+    assert_same(model.full_state_dict(rank0_only=False), plain.state_dict(), "weights", NEAR)
 
 
 class Narrow(nn.Module):
