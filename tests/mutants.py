@@ -278,7 +278,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     ],
     "core/backward": [
         ("Backward.enter", Drop("if graph.plan is not plan:"), "ends:second_backward"),
-        ("Backward._advance", Swap(" and other.index not in kept", ""), "ends:read_before"),
+        ("Backward._advance", Drop("if any(other.is_bound"), "ends:read_before"),
         (
             "Backward._advance",
             Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),

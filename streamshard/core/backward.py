@@ -64,6 +64,7 @@ class Backward(Phase):
         # Resident units that this rank has called several times, until backward comes to the first call. Their
         # reduction would be too early before. Other ranks may have called them only once.
         self._waiting: set[int] = set()
+        self._read: list[Unit] = []  # whose weights code of the pass has read, outside of their layers
         self._unbound: set[Unit] = set()  # units that are used without being bound
         self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
 
@@ -117,6 +118,7 @@ class Backward(Phase):
             self._close_pass()
         self.graph = graph
         self._waiting = set(graph.called_again)
+        self._read = [engine.units[index] for index in graph.versions if index != ROOT_UNIT]
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
         plan = engine.plan
         self._schedule = Schedule(visits, plan, reduce=True)
@@ -165,6 +167,9 @@ class Backward(Phase):
         if visit is None:  # outside of the program, or needed again after its visit
             return
         if not unit.is_streamed:  # its weights stay, and the visits before may still come
+            # That code may still come too, and no prehook tells.
+            if any(other.is_bound for other in self._read if other is not unit):
+                return
             position = self._schedule.position
             # While a unit computes, `position` is its own visit.
             is_next = visit <= position + (self._computing is not None)
@@ -173,11 +178,8 @@ class Backward(Phase):
         engine = self._engine
         self._computing = unit
         engine.streams.observe(StepPart.BACKWARD, unit.index, begins=True)
-        assert self.graph is not None  # `enter` comes first
-        # Weights that code outside of layers has read stay until their visit: no prehook tells when it begins.
-        kept = self.graph.versions.keys() & self._schedule.visits[visit:]
         for other in engine.units[1:]:
-            if other.is_bound and other is not unit and other.index not in kept:
+            if other.is_bound and other is not unit:
                 other.release()
         engine.issue(self._schedule.advance_to(visit))
 

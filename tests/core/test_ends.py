@@ -238,32 +238,44 @@ def test_a_first_layer_whose_input_needs_a_gradient_later_trains_like_plain(cont
 
 
 class _Distances(_Points):
-    """A small tower behind the layers computes with a table that no layer has looked up, as SEW-D's encoder does."""
+    """A small tower behind the layers may compute with the weight of the last layer, as with SEW-D's distances.
 
-    def __init__(self) -> None:
+    Args:
+        calls: the last layer is called too, at the end.
+    """
+
+    reads = True
+
+    def __init__(self, calls: bool) -> None:
         super().__init__()
         self.tower = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
         for layer in self.layers:
             x = layer(x).tanh()
-        table = self.last.weight
+        table = self.last.weight if self.reads else None
         for layer in self.tower:
-            x = (layer(x) @ table.t()).tanh() @ table
-        return x
+            x = layer(x).tanh()
+            x = x if table is None else (x @ table.t()).tanh() @ table
+        return self.last(x) if self.calls else x
 
 
 @on_ranks(2)
-def test_a_table_that_is_read_before_a_resident_tower_keeps_its_values_for_backward(context: RankContext) -> None:
-    """Backward comes to the tower first, while it still needs the table."""
+def test_a_weight_that_is_read_before_a_resident_tower_keeps_its_values_for_backward(context: RankContext) -> None:
+    """Backward comes to the tower while it still needs the weight, from the first step on, or from a later one."""
 
-    def step(model: nn.Module, call: Call) -> Tensor:
+    def step(model: Any, call: Call) -> Tensor:
+        model.reads = not model.calls or call.step >= 3
         x = torch.sin(torch.arange(640.0).view(4, 160) + call.rank + call.step)
         return call.backward(model(x).square().mean())
 
-    model = assert_trains_like_plain(context, _Distances, step, steps=4, checked=(2, 3))
-    assert _ends(model) == {"first", "last"}
+    for calls, resident in ((False, []), (True, []), (True, ["last"])):
+        build, options = functools.partial(_Distances, calls), {"steps": 5, "checked": (2, 4), "resident": resident}
+        with case(f"{calls=}, {resident=}"):
+            model: nn.Module = assert_trains_like_plain(context, build, step, **options)
+            assert _ends(model) == {"first", "last"}.difference(resident)
 
 
 @on_ranks(2)
