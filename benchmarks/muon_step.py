@@ -13,7 +13,7 @@ Every round trains each system for one step, in an order drawn anew, with a barr
 optimizer's step. Times are the slowest rank's. What counts is the ratio within a round.
 
 `WholeParameterOptimizer` sends three fp32 elements for each element that is not the owner's own (gradient and weight
-there, weight back) and a number with each message: asserted here, of what is given to the process group.
+there, weight back): asserted here, of what is given to the process group.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Backward(Phase):
         if visit is None:  # outside of the program, or needed again after its visit
             return
         if not unit.is_streamed:  # its weights stay, and the visits before may still come
-            # That code may still come too, and no prehook tells.
+            # Code that has read weights outside of their layers may still come, too: no prehook tells.
             if any(other.is_bound for other in self._read if other is not unit):
                 return
             position = self._schedule.position
