@@ -132,22 +132,6 @@ def choose(stages: Sequence[Stage], room: Room) -> Fit:
     return Fit(room, [stage.name for stage in fitting], checkpointed, order[0].name if order else None)
 
 
-def most_slots(streamed: int, stages: Sequence[Stage], total_bytes: Callable[[int], int], room: Room) -> int | None:
-    """The most weight slots that fit, if only ZeRO-3 fits; else None.
-
-    Args:
-        streamed: the number of streamed units.
-        stages: ZeRO-3 and, without ``offload``, ZeRO-2 and ZeRO-1.
-        total_bytes: by number of slots.
-        room: activations are checkpointed only if ZeRO-3 does not fit otherwise.
-    """
-    first, *others = (stage.total_bytes for stage in stages[:2])
-    left = room.left(is_checkpointed=room.needs_checkpointing(first))
-    if first > left or any(total <= left for total in others):
-        return None
-    return 2 + bisect.bisect_right(range(3, streamed + 1), left, key=total_bytes)  # two fit
-
-
 def fewest_ranks(fits: Callable[[int], bool]) -> int | None:
     """The smallest number of ranks for which `fits` holds; None if there is none."""
     low, high = 0, 1

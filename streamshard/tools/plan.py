@@ -16,7 +16,7 @@ from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.tools.activations import Activations, Build
-from streamshard.tools.fit import NO_TOKENS, Fit, Room, Stage, choose, fewest_ranks, most_slots
+from streamshard.tools.fit import NO_TOKENS, Fit, Room, Stage, choose, fewest_ranks
 from streamshard.tools.host_time import Step, StepTime
 from streamshard.tools.planner import BuildOnMesh, PlannedUnit, Planner, Ranks, planning
 
@@ -179,8 +179,7 @@ def plan(
             model gets their mesh as its argument. Sizes are of the mesh's first rank, whose parts are the largest.
         transport: "nccl" (GPUs), "sockets" (CPUs of several machines) or "shared-memory" (CPUs of one machine).
         replicas: how many groups of `world_size` ranks train the model together, on a 2-D mesh.
-        weight_slots: add a stage with this number of weight slots. None: with a budget that ZeRO-3 fits and ZeRO-2 does
-            not, the largest number that fits.
+        weight_slots: add a stage with this number of weight slots.
         budget: memory of a rank: bytes, or text such as "80GiB".
         batch, seq: shape of a rank's tokens, for its activations. Without `batch`, one sequence.
         step: with ``offload`` or `accumulate`, predict the time of this step (see `streamshard.tools.host_time`).
@@ -241,9 +240,6 @@ def _plan(
 ) -> Plan:
     """The plan, without the time of a step. For the arguments see `plan`."""
     stages = planner.stages()
-    if weight_slots is None and room is not None:
-        streamed = sum(not unit.is_resident for unit in planner.checked.found)
-        weight_slots = most_slots(streamed, stages, lambda count: planner.stage("", count).total_bytes, room)
     if weight_slots is not None and weight_slots != 2:  # ZeRO-3 has two
         stages.insert(1, planner.stage(f"{weight_slots} slots", weight_slots))
     fit = None if room is None else choose(stages, room)

@@ -279,15 +279,8 @@ def test_llama_3_8b_with_offload_on_one_rank_is_what_the_guide_says(tmp_path: Pa
     assert told["step"]["passes"][0]["in_bytes"] == 16 * told["numel"]
 
 
-def test_a_budget_finds_the_most_slots_that_fit(tmp_path: Path) -> None:
-    """One more would not. With offload the budget is the device's: a part of the state leaves host memory for it."""
+def test_a_device_budget_takes_state_out_of_host_memory(tmp_path: Path) -> None:
     build = builder_of(str(_config(tmp_path)))
-    planned = plan(build, 8, budget="30G")
-    assert planned.fit is not None and planned.fit.fitting == ["ZeRO-3", "23 slots"]
-    left = 30_000_000_000 * 19 // 20 - 3 * 2**29  # a twentieth and 1.5 GiB stay free
-    assert planned.stages[1].total_bytes <= left < plan(build, 8, weight_slots=24).stages[1].total_bytes
-    most = plan(build, 1, budget="100GiB", offload="state").fit
-    assert most is not None and most.fitting == ["ZeRO-3", "32 slots"]  # as many as layers
     whole, part = (plan(build, 1, offload="state", device_budget=size).stages[0] for size in (0, "20GiB"))
     assert 16 * 2**30 < whole.host_total_bytes - part.host_total_bytes <= 20 * 2**30
     assert part.memory.adam_bytes + part.memory.host_adam_bytes == whole.memory.host_adam_bytes
