@@ -19,7 +19,6 @@ from streamshard.tools.memory import MemoryReport
 _MARGIN = 20  # a budget's twentieth is for fragmentation
 _CONTEXT_BYTES = 3 * 2**29  # of a GPU. Assumed, not measured: for the CUDA context and NCCL's communicators
 _MOST_RANKS = 2**16
-NO_TOKENS = "give batch and seq"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,83 +52,53 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """The memory of a rank.
-
-    Attributes:
-        budget_bytes: given.
-        margin_bytes: the part of it that stays free, for what a plan cannot know.
-        activations: None: not known, so not counted.
-    """
-
-    budget_bytes: int
-    margin_bytes: int
-    activations: Activations | None
-
-    @classmethod
-    def of(cls, budget_bytes: int, activations: Activations | None, *, on_gpus: bool) -> Room:
-        """With the margin of such a budget."""
-        return cls(budget_bytes, budget_bytes // _MARGIN + on_gpus * _CONTEXT_BYTES, activations)
-
-    def left(self, *, is_checkpointed: bool) -> int:
-        """Bytes for the engine and the optimizer. Checkpointing is used only if it saves memory."""
-        known = Activations(0, 0) if self.activations is None else self.activations
-        return self.budget_bytes - self.margin_bytes - (min(known) if is_checkpointed else known.without)
-
-    def fits(self, total_bytes: int) -> bool:
-        """With activation checkpointing, if that is needed."""
-        return total_bytes <= self.left(is_checkpointed=True)
-
-    def needs_checkpointing(self, total_bytes: int) -> bool:
-        """Whether so much fits only with activation checkpointing."""
-        return total_bytes > self.left(is_checkpointed=False)
-
-
-@dataclasses.dataclass(frozen=True)
 class Fit:
     """What fits a budget.
 
     Attributes:
-        room: the memory of a rank.
-        fitting: names of the stages that fit.
-        checkpointed: those of them that need activation checkpointing.
-        choice: of those that fit, the one that sends least; stages without checkpointing go first. None: nothing fits.
+        budget_bytes: given, of a rank.
+        margin_bytes: the part of it that stays free, for what a plan cannot know.
+        plain, checkpointed: names of the stages that fit without activation checkpointing, and of those that need it.
+        choice: the stage that sends least, a plain one if there is any. None: nothing fits.
     """
 
-    room: Room
-    fitting: Sequence[str]
+    budget_bytes: int
+    margin_bytes: int
+    plain: Sequence[str]
     checkpointed: Sequence[str]
     choice: str | None
 
-    def lines(self, size: Callable[[int], str]) -> Iterator[str]:
+    def lines(self, size: Callable[[int], str], *, counts_activations: bool) -> Iterator[str]:
         """In words."""
-        budget, margin = self.room.budget_bytes, self.room.margin_bytes
-        on_gpu = ", the CUDA context and NCCL (assumed)" * (margin > budget // _MARGIN)
-        yield f"of {size(budget)} per rank, {size(margin)} stay free for fragmentation{on_gpu}"
+        on_gpu = ", the CUDA context and NCCL (assumed)" * (self.margin_bytes > self.budget_bytes // _MARGIN)
+        margin = size(self.margin_bytes)
+        yield f"of {size(self.budget_bytes)} per rank, {margin} stay free for fragmentation{on_gpu}"
         if self.choice is None:
             yield "nothing fits. More ranks make room, and so do offload and an 8-bit Adam"
             return
-        plain = [name for name in self.fitting if name not in self.checkpointed]
-        if plain:
-            yield f"fits: {', '.join(plain)}"
+        if self.plain:
+            yield f"fits: {', '.join(self.plain)}"
         if self.checkpointed:
             yield f"fits with activation checkpointing: {', '.join(self.checkpointed)}"
-        how = "with" if self.choice in self.checkpointed else "without"
-        yield f"take: {self.choice}" + f", {how} activation checkpointing" * (self.room.activations is not None)
+        how = "without" if self.plain else "with"
+        yield f"take: {self.choice}" + f", {how} activation checkpointing" * counts_activations
 
 
-def choose(stages: Sequence[Stage], room: Room) -> Fit:
-    """Which of `stages` fit into `room`, and which one to take."""
-    fitting = [stage for stage in stages if room.fits(stage.total_bytes)]
-    checkpointed = [stage.name for stage in fitting if room.needs_checkpointing(stage.total_bytes)]
+def choose(stages: Sequence[Stage], budget_bytes: int, activations: Activations | None, *, on_gpus: bool) -> Fit:
+    """Which of `stages` fit into a budget, beside activations if these are known, and which one to take."""
+    margin_bytes = budget_bytes // _MARGIN + on_gpus * _CONTEXT_BYTES
+    known = Activations(0, 0) if activations is None else activations
+    left = budget_bytes - margin_bytes
+    plain = [stage for stage in stages if stage.total_bytes + known.without <= left]
+    checkpointed = [stage for stage in stages if stage not in plain and stage.total_bytes + known.checkpointed <= left]
 
-    def cost(stage: Stage) -> tuple[bool, int, int]:
+    def cost(stage: Stage) -> tuple[int, int]:
         # With ``offload``, a unit that is still in a slot does not come from host memory again.
-        size = -stage.total_bytes if stage.host_total_bytes else stage.total_bytes
-        return stage.name in checkpointed, stage.sent_bytes, size
+        return stage.sent_bytes, -stage.total_bytes if stage.host_total_bytes else stage.total_bytes
 
-    order = sorted(fitting, key=cost)
-    return Fit(room, [stage.name for stage in fitting], checkpointed, order[0].name if order else None)
+    names = [stage.name for stage in plain], [stage.name for stage in checkpointed]
+    best = min(plain or checkpointed, key=cost, default=None)
+    return Fit(budget_bytes, margin_bytes, *names, None if best is None else best.name)
 
 
 def fewest_ranks(fits: Callable[[int], bool]) -> int | None:

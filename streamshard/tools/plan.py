@@ -16,7 +16,7 @@ from streamshard.config import parse_bytes
 from streamshard.errors import ConfigError
 from streamshard.planning.discovery import ResidentArgument, UnitsArgument
 from streamshard.tools.activations import Activations, Build
-from streamshard.tools.fit import NO_TOKENS, Fit, Room, Stage, choose, fewest_ranks
+from streamshard.tools.fit import Fit, Stage, choose, fewest_ranks
 from streamshard.tools.host_time import Step, StepTime
 from streamshard.tools.planner import BuildOnMesh, PlannedUnit, Planner, Ranks, planning
 
@@ -80,7 +80,7 @@ class Plan:
         ranks += f" (tensor parallel over {self.tp})" * (self.tp > 1) + f" (experts over {self.ep})" * (self.ep > 1)
         ranks += f" in each of {self.replicas} replicas" * (self.replicas > 1)
         counted = self.fit is None or self.activation_bytes is not None or bool(self.activations_unknown)
-        lines = [] if counted else [f"activations are not counted: {NO_TOKENS}"]
+        lines = [] if counted else ["activations are not counted: give batch and seq"]
         lines += [f"{self.model}: {self.numel:,} parameters on {ranks}, over {self.transport}", ""]
         lines.append(f"{'unit':<32}{'parameters':>16}{'weights':>14}")
         for unit in self.units:
@@ -114,7 +114,9 @@ class Plan:
         elif self.activations_unknown:
             lines.append(f"\nactivations: unknown, because {self.activations_unknown}")
         if self.fit is not None:
-            lines += ["", *self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}")]
+            is_known = self.activation_bytes is not None
+            told = self.fit.lines(lambda n_bytes: f"{size(n_bytes)} {unit_name}", counts_activations=is_known)
+            lines += ["", *told]
         lines += [f"\n{self.timed.name}, {step}" for step in (self.loop, self.step) if step is not None]
         if count is not None:
             lines.append(f"\n{self.verdict}")
@@ -199,15 +201,7 @@ def plan(
     step = None if step is None else _step_of(step, ranks, tokens, accumulate)
     # A plan's mesh of DTensors exists only inside.
     with planning(model, ranks, units, resident, given, accumulate) as planner:
-        activations = planner.activations(tokens)  # the same on any number of ranks
-        room = None if budget_bytes is None else Room.of(budget_bytes, activations[0], on_gpus=ranks.on_gpus)
-        if world_size is None and room is not None:
-            planner = _on_fewest_ranks(planner, room)
-        planned = _plan(planner, weight_slots, room, activations)
-        if step is None or tokens is None:
-            return planned
-        *loop, timed = planner.times(step, tokens, planned.timed)
-        return dataclasses.replace(planned, step=timed, loop=loop[0] if loop else None)
+        return _plan(planner, weight_slots, budget_bytes, tokens, step, on_fewest=world_size is None)
 
 
 def _step_of(step: Step, ranks: Ranks, tokens: tuple[int, int] | None, accumulate: int | None) -> Step:
@@ -224,28 +218,35 @@ def _step_of(step: Step, ranks: Ranks, tokens: tuple[int, int] | None, accumulat
     return dataclasses.replace(step, micro_batches=accumulate)
 
 
-def _on_fewest_ranks(planner: Planner, room: Room) -> Planner:
-    """The planner of the fewest ranks that fit, a multiple of those of `planner`; itself if no number does."""
-    size = planner.ranks.world_size
+def _plan(
+    planner: Planner,
+    weight_slots: int | None,
+    budget_bytes: int | None,
+    tokens: tuple[int, int] | None,
+    step: Step | None,
+    *,
+    on_fewest: bool,
+) -> Plan:
+    """See `plan`. With `on_fewest` on the fewest multiple of the ranks of `planner` that fits."""
+    (activations, unknown), ranks = planner.activations(tokens), planner.ranks  # the same on any number of ranks
+
+    def fit_of(stages: Sequence[Stage]) -> Fit | None:
+        return None if budget_bytes is None else choose(stages, budget_bytes, activations, on_gpus=ranks.on_gpus)
 
     def fits(count: int) -> bool:
-        return room.fits(min(stage.total_bytes for stage in planner.on_ranks(count * size).stages()))
+        fit = fit_of(planner.on_ranks(count * ranks.world_size).stages(None))
+        return fit is not None and fit.choice is not None
 
-    count = fewest_ranks(fits)
-    return planner if count is None else planner.on_ranks(count * size)
-
-
-def _plan(
-    planner: Planner, weight_slots: int | None, room: Room | None, activations: tuple[Activations | None, str]
-) -> Plan:
-    """The plan, without the time of a step. For the arguments see `plan`."""
-    stages = planner.stages()
-    if weight_slots is not None and weight_slots != 2:  # ZeRO-3 has two
-        stages.insert(1, planner.stage(f"{weight_slots} slots", weight_slots))
-    fit = None if room is None else choose(stages, room)
-    found, name = planner.units(), type(planner.model).__name__
-    numel = sum(unit.count * unit.numel for unit in found)
-    return Plan(name, numel, *planner.ranks, found, stages, *activations, fit, None, planner.accumulate)
+    if on_fewest and (count := fewest_ranks(fits)) is not None:
+        planner = planner.on_ranks(count * ranks.world_size)
+    stages, units = planner.stages(weight_slots), planner.units()
+    numel, fit = sum(unit.count * unit.numel for unit in units), fit_of(stages)
+    name, accumulate = type(planner.model).__name__, planner.accumulate
+    planned = Plan(name, numel, *planner.ranks, units, stages, activations, unknown, fit, None, accumulate)
+    if step is None or tokens is None:
+        return planned
+    *loop, timed = planner.times(step, tokens, planned.timed)
+    return dataclasses.replace(planned, step=timed, loop=loop[0] if loop else None)
 
 
 def _tokens_of(batch: int | None, seq: int | None) -> tuple[int, int] | None:

@@ -108,9 +108,11 @@ class Planner(NamedTuple):
         except ConfigError as error:
             return None, str(error)
 
-    def stages(self) -> list[Stage]:
-        """From ZeRO-3 to ZeRO-1; with ``offload``, ZeRO-3 alone."""
+    def stages(self, weight_slots: int | None) -> list[Stage]:
+        """From ZeRO-3 to ZeRO-1, with one of so many slots; with ``offload``, without "all" slots."""
         stages = [self.stage("ZeRO-3", 2)]
+        if weight_slots not in (None, 2):
+            stages.append(self.stage(f"{weight_slots} slots", weight_slots))
         if self.checked.settings.offload is None:
             stages += self.stage("ZeRO-2", "all"), self.stage("ZeRO-1", "all", "all")
         return stages
