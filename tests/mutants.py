@@ -462,6 +462,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("shard_model", Drop("ranks.broadcast(tensor)"), "frozen"),
         ("_taking_weights", Swap("is_part=bool(form_of(found.param).box)", "is_part=False"), "tensor_parallel:other"),
     ],
+    "planning/structure": [("replacing", Drop("if not entry"), "transformers:same_global")],
     "planning/layout": [
         ("_by_kind", Swap("form_of(param).is_packed", "False"), "frozen"),
         ("_by_kind", Swap("found.is_expert", "False"), "experts_and_context"),
@@ -493,7 +494,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "integrations/transformers": [
         ("StreamShardTrainerMixin._dividing_once", Swap("loss / n_ranks", "loss"), "transformers:training_equals"),
         ("StreamShardTrainerMixin._dividing_once", Drop("if not is_multiplied"), "transformers:divisor_of_ones_own"),
-        ("StreamShardTrainerMixin._dividing_once", Swap("= divided", "= backward"), "transformers:same_global"),
+        ("StreamShardTrainerMixin._dividing_once", Swap(", divided)", ", backward)"), "transformers:same_global"),
     ],
     "integrations/run_log": [
         ("RunLog._measure", Swap("max(seconds) / self._steps", "seconds[0] / self._steps"), "run_log:means"),

@@ -134,11 +134,9 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             loss = scaled.pop() / steps  # as accelerate's ``backward``
             return loss if scaler is None else cast(torch.Tensor, scaler.scale(loss))
 
-        self.accelerator.backward = lambda loss, **_: scaled.append(loss)  # Trainer's step ends with it
-        try:
+        # Trainer's step ends with it.
+        with replacing((vars(self.accelerator), "backward", lambda loss, **_: scaled.append(loss))):
             StreamShard.accumulate(cast(StreamShard, model), waiting, loss_of)  # the model may have an `accumulate`
-        finally:
-            del self.accelerator.backward  # the class has its own
         return torch.stack(losses).sum()
 
     @contextlib.contextmanager
@@ -158,11 +156,8 @@ class StreamShardTrainerMixin(_Trainer):  # type: ignore[misc]  # any trainer
             with engine.divisor.summing():
                 backward(loss / n_ranks, **kwargs)
 
-        self.accelerator.backward = divided
-        try:
+        with replacing((vars(self.accelerator), "backward", divided)):
             yield
-        finally:
-            del self.accelerator.backward  # the class has its own
 
     # -- logs ---------------------------------------------------------------------------------------------------------
 

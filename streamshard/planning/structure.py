@@ -34,15 +34,17 @@ def leave_meta_device() -> AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def replacing(*changes: tuple[MutableMapping[str, Any], str, Any]) -> Iterator[None]:
-    """A context in which each mapping, such as an object's ``__dict__``, has another value at the key."""
-    before = [(mapping, key, mapping.get(key)) for mapping, key, _ in changes]
+    """A context in which each mapping, such as an object's ``__dict__``, has another value at the key, or a new key."""
+    before = [(mapping, key, {key: mapping[key]} if key in mapping else {}) for mapping, key, _ in changes]
     try:
         for mapping, key, value in changes:
             mapping[key] = value
         yield
     finally:
-        for mapping, key, value in before:
-            mapping[key] = value
+        for mapping, key, entry in before:
+            mapping.update(entry)  # in its place: the order of parameters stays
+            if not entry:
+                mapping.pop(key, None)
 
 
 def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
