@@ -17,7 +17,7 @@ import torch
 
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.ranks import RankGroup
-from streamshard.comm.streams import Fence, Rule, StreamName
+from streamshard.comm.streams import Fence, Rule, StreamName, Work
 from streamshard.comm.transport import Gather, Reduction
 from streamshard.config import Precision
 from streamshard.device import has_streams, module_of
@@ -62,15 +62,17 @@ def measure(ranks: Communicator, numels: Sequence[int], precision: Precision) ->
     ranks.share_memory(sum(16 * (numel + 64 * ranks.world_size) for numel in numels), len(numels))
     ranks.recorder.names = ["a measured unit"] * len(numels)
     speeds = []
-    for unit in [_Unit(ranks, tag, numel, precision) for tag, numel in enumerate(numels)]:
-        times = medians_ms(ranks, ranks.streams.device, unit.gather, unit.reduce)
-        for name, n_bytes, ms in zip(("all-gather", "reduction"), unit.bytes, times, strict=True):
+    for parts in [_collectives(ranks, tag, numel, precision) for tag, numel in enumerate(numels)]:
+        times = medians_ms(ranks, ranks.streams.device, *(run for *_, run in parts))
+        for (name, n_bytes, _), ms in zip(parts, times, strict=True):
             speeds.append(CollectiveSpeed(name, n_bytes, ms, n_bytes / ms / 1e6))
     return speeds
 
 
-class _Unit:
-    """Buffers of one unit, as in the engine, and its collectives.
+def _collectives(
+    ranks: Communicator, tag: int, numel: int, precision: Precision
+) -> list[tuple[str, int, Callable[[], None]]]:
+    """The collectives of one unit with buffers as in the engine: name, bytes, and a call for which compute waits.
 
     Args:
         ranks: the ranks.
@@ -78,31 +80,27 @@ class _Unit:
         numel: its elements.
         precision: the dtypes.
     """
+    kind = kind_of(torch.float32, precision, trains=True, in_fp32=False)
+    kind = kind._replace(grad_dtype=kind.compute_dtype)  # as in slots that units share
+    shard = -(-numel // ranks.world_size)
+    transport, device = ranks.transport, ranks.streams.device
+    slot = torch.zeros(ranks.world_size * shard, dtype=kind.wire_dtype, device=device)
+    gather = Gather(transport.allocate_visible(shard, kind.wire_dtype), slot, tag)
+    grads = transport.allocate_visible(ranks.world_size * shard, kind.grad_dtype)
+    scratch_numel = transport.scratch_numel(shard, kind.mode, kind.grad_dtype, grads.nbytes)
+    scratch = torch.zeros(scratch_numel, dtype=kind.grad_dtype, device=device)
+    reduction = Reduction(grads, torch.zeros(shard, device=device), scratch, kind.mode, False, tag, 1.0)
+    done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "a measured unit")
 
-    def __init__(self, ranks: Communicator, tag: int, numel: int, precision: Precision) -> None:
-        kind = kind_of(torch.float32, precision, trains=True, in_fp32=False)
-        kind = kind._replace(grad_dtype=kind.compute_dtype)  # as in slots that units share
-        shard = -(-numel // ranks.world_size)
-        self._transport, device = ranks.transport, ranks.streams.device
-        sent = self._transport.sent_dtype(kind.mode, kind.grad_dtype)
-        self.bytes = numel * kind.wire_dtype.itemsize, numel * sent.itemsize
-        slot = torch.zeros(ranks.world_size * shard, dtype=kind.wire_dtype, device=device)
-        self._gather = Gather(self._transport.allocate_visible(shard, kind.wire_dtype), slot, tag)
-        grads = self._transport.allocate_visible(ranks.world_size * shard, kind.grad_dtype)
-        scratch_numel = self._transport.scratch_numel(shard, kind.mode, kind.grad_dtype, grads.nbytes)
-        scratch = torch.zeros(scratch_numel, dtype=kind.grad_dtype, device=device)
-        self._reduction = Reduction(grads, torch.zeros(shard, device=device), scratch, kind.mode, False, tag, 1.0)
-        self._done = Fence(ranks.streams, Rule.RESULTS_ARRIVED, StreamName.COMM, "a measured unit")
+    def run(start: Callable[[], Work | None]) -> None:
+        done.record(start())
+        done.wait()
 
-    def gather(self) -> None:
-        """All-gather. The compute stream waits."""
-        self._done.record(self._transport.start_gather(self._gather))
-        self._done.wait()
-
-    def reduce(self) -> None:
-        """Reduce. The compute stream waits."""
-        self._done.record(self._transport.start_reduce(self._reduction))
-        self._done.wait()
+    sent = transport.sent_dtype(kind.mode, kind.grad_dtype)
+    return [
+        ("all-gather", numel * kind.wire_dtype.itemsize, partial(run, partial(transport.start_gather, gather))),
+        ("reduction", numel * sent.itemsize, partial(run, partial(transport.start_reduce, reduction))),
+    ]
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
