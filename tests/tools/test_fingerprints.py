@@ -92,13 +92,12 @@ def test_a_file_that_cannot_be_written_raises_on_all_ranks(context: RankContext)
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
-    for text in ("", "[]", '{"a": 1}', '{"streamshard fingerprints": 3}\n[]'):
-        (tmp_path / "a").write_text(f"{text}\n" * bool(text))
-        with pytest.raises(StreamShardError, match="no file of fingerprints"):
+    others = "", "[]\n", '{"a": 1}\n', '{"streamshard fingerprints": 3}\n[]\n'
+    for text, told in (
+        *((other, "no file of fingerprints") for other in others),
+        ('{"streamshard fingerprints": 2}\n', "of another version"),
+        ('{"streamshard fingerprints": 3}\n', "no step in common"),
+    ):
+        (tmp_path / "a").write_text(text)
+        with pytest.raises(StreamShardError, match=told):
             compare(tmp_path / "a", tmp_path / "a")
-    (tmp_path / "a").write_text('{"streamshard fingerprints": 2}\n')
-    with pytest.raises(StreamShardError, match="of another version"):
-        compare(tmp_path / "a", tmp_path / "a")
-    (tmp_path / "a").write_text('{"streamshard fingerprints": 3}\n')
-    with pytest.raises(StreamShardError, match="no step in common"):
-        compare(tmp_path / "a", tmp_path / "a")
