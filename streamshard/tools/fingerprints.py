@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -75,7 +75,13 @@ class _Writer:
         self._engine.ranks.all_reduce(digests)  # sums of int64 wrap around: their order changes no bit
         self._losses.zero_()
         losses, count, *others = (f"{digest & (1 << 64) - 1:016x}" for digest in digests.tolist())
-        self._write(dict(zip(found, others, strict=True)), f"{losses} of {int(count, 16)}")
+        if self._file is not None:
+            line: dict[str, Any] = {"step": self._steps, "losses": {"": f"{losses} of {int(count, 16)}"}}
+            line |= {kind: {} for kind in _KINDS}
+            for (param, kind), digest in zip(found, others, strict=True):
+                line[kind][param.name] = digest
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()  # so that a killed run leaves its steps
         self._steps += 1
 
     def _stepped(self, optimizer: Any) -> list[Param]:
@@ -86,15 +92,6 @@ class _Writer:
         with AsTensors():
             own = sum_of_bits(values.as_subclass(torch.Tensor).to(self._engine.streams.device), param.local.start)
         return own if param.piece.counts else own.zero_()
-
-    def _write(self, digests: Mapping[tuple[Param, str], str], losses: str) -> None:
-        if self._file is None:
-            return
-        line: dict[str, Any] = {"step": self._steps, "losses": {"": losses}, **{kind: {} for kind in _KINDS}}
-        for (param, kind), digest in digests.items():
-            line[kind][param.name] = digest
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()  # so that a killed run leaves its steps
 
 
 @contextlib.contextmanager
