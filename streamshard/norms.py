@@ -41,7 +41,8 @@ def local_norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Ten
         if math.isinf(order):  # torch has no extreme of a piece without elements
             tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
         return list(torch._foreach_norm(list(tensors), order, torch.float64))
-    buffer = torch.empty(min(_CHUNK, sum(tensor.numel() for tensor in tensors)), dtype=torch.float64)
+    most = min(_CHUNK, sum(tensor.numel() for tensor in tensors))
+    buffer = torch.empty(most, dtype=torch.float64, device="cpu")
     if order != 2.0:
         return [
             torch.linalg.vector_norm(tensor, order, dtype=torch.float64) if tensor.numel() else buffer.new_zeros(())

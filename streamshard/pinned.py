@@ -46,7 +46,7 @@ class PinnedMemory:
     def __init__(self, device: torch.device) -> None:
         self.nbytes = 0
         self._device = device
-        self._block = torch.empty(0, dtype=torch.uint8)  # the last one
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # the last one
         self._filled = 0  # its bytes that buffers have
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

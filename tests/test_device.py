@@ -14,14 +14,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import ConfigError, ShardingError, StreamShard
+from streamshard import (
+    ConfigError,
+    ShardingError,
+    StreamShard,
+    full_optimizer_state_dict,
+    load_checkpoint,
+    save_checkpoint,
+)
 from streamshard import device as devices
 from streamshard.comm.host_groups import host_group_of
 from streamshard.comm.ranks import refuse_together
 from streamshard.device import serves, training_device
-from tests.models import Stack
+from streamshard.optim import WholeParameterOptimizer
+from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_trains_like_plain, stack_step
+from tests.reference import (
+    EXACT,
+    FP32,
+    assert_same,
+    assert_trains_like_plain,
+    full_weights,
+    sharded_model,
+    stack_step,
+)
 
 CPU = torch.device("cpu")
 
@@ -110,3 +126,36 @@ def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext,
     else:
         with pytest.raises(ShardingError, match="rank 1: ValueError: no"):
             refuse_together(group, None)
+
+
+def _loss_of(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def _train_and_save(context: RankContext, directory: Path, default: torch.device) -> dict[str, torch.Tensor]:
+    """Weights and moments of a run that goes on from its checkpoint, while `default` is the default device."""
+    model: Any = sharded_model(Stack)
+    batches = [vector_batch(number, context.rank) for number in range(2)]
+    optimizer = WholeParameterOptimizer(model.parameters(), torch.optim.SGD, lr=0.01, momentum=0.9)
+    with default:
+        for number in range(4):
+            if number < 3:
+                _loss_of(model, batches[0]).backward()
+            else:  # the order of the layers is known
+                model.accumulate(batches, _loss_of)
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                save_checkpoint(directory, model, optimizer, wait=False).wait()
+                load_checkpoint(directory, model, optimizer)
+        state = full_optimizer_state_dict(model, optimizer, rank0_only=False)["state"]
+        moments = {f"{name}.{key}": value for name, own in state.items() for key, value in own.items()}
+        return {**full_weights(model), **{key: value for key, value in moments.items() if torch.is_tensor(value)}}
+
+
+@on_ranks(2)
+def test_host_memory_is_the_hosts_whatever_the_default_device_is(context: RankContext, tmp_path: Path) -> None:
+    """After ``torch.set_default_device("cuda")`` tensors without a device are on it. Here on one without memory."""
+    wanted = _train_and_save(context, tmp_path / "cpu", CPU)
+    assert_same(_train_and_save(context, tmp_path / "meta", torch.device("meta")), wanted, "state", EXACT)

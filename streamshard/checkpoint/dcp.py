@@ -284,7 +284,7 @@ class DcpFiles:
             filled = [box for box in boxes if all(size for _, size, _ in box)]  # ranks may have none
             if math.prod(shape) and not are_tiles(filled):  # elements of no piece would stay uninitialised
                 raise CheckpointError(f"its pieces do not hold each element of a tensor of shape {list(shape)} once")
-            whole = torch.empty(shape, dtype=dtype)
+            whole = torch.empty(shape, dtype=dtype, device="cpu")
             for chunk, box in zip(entry.chunks, boxes, strict=True):
                 piece = whole[tuple(slice(start, start + size) for start, size, _ in box)]
                 stored = self._load(key, chunk.offsets)

@@ -286,7 +286,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, rank0_only
     own = {piece.name: piece.data for piece in mine}
     records = join_records(records for _, records in told)
     wanted = records if ranks.is_first or not rank0_only else {}
-    wholes = {name: torch.empty(record.shape, dtype=record.dtype) for name, record in wanted.items()}
+    wholes = {name: torch.empty(record.shape, dtype=record.dtype, device="cpu") for name, record in wanted.items()}
     _fill(wholes, records, own, engine)
     if rank0_only and not ranks.is_first:  # only now: `_fill` is collective
         return {}

@@ -155,7 +155,7 @@ class RandomState(NamedTuple):
         """The generators' state."""
         version, numbers, gauss = random.getstate()
         # A tensor: in the manifest these 625 numbers of 4,096 ranks would be 30 MB.
-        python = [version, torch.tensor(numbers, dtype=torch.int64), gauss]
+        python = [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss]
         state = {"python": python, "torch": torch.get_rng_state(), "numpy": numpy.random.get_state()}
         if self.device.type != "cpu":
             state[self.device.type] = module_of(self.device).get_rng_state(self.device)

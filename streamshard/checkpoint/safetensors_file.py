@@ -213,7 +213,7 @@ def in_chunks(layout: FileLayout, held: Held, *, has_header: bool = True) -> Ite
         for start, data in held[name]:
             numel, position = CHUNK_BYTES // dtype.itemsize, offset + start * dtype.itemsize
             is_ready = data.device.type == "cpu" and data.dtype is dtype
-            staging = None if is_ready else torch.empty(min(numel, data.numel()), dtype=dtype)
+            staging = None if is_ready else torch.empty(min(numel, data.numel()), dtype=dtype, device="cpu")
             for part in data.detach().split(numel):
                 yield position, bytes_of(part if staging is None else staging[: part.numel()].copy_(part))
                 position += part.numel() * dtype.itemsize

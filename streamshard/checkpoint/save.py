@@ -271,7 +271,7 @@ def start_copies(pieces: Sequence[TensorPiece], device: torch.device) -> Callabl
             sizes.append(0)
         places.append((len(sizes) - 1, sizes[-1]))
         sizes[-1] += n_bytes
-    buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu") for size in sizes]
+    buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu") for size in sizes]
     module = module_of(device) if has_streams(device) else None
     copies, sources = [], []  # `sources` keeps tensors alive that the user may free before they are copied
     for piece, (number, start) in zip(pieces, places, strict=True):

@@ -171,7 +171,7 @@ def make_default_group(device: torch.device, **given: Any) -> None:
         with gloo_settings(os.environ.get("MASTER_ADDR"), world_size):
             given = given or _meet_at_launchers_store(timeout)
             dist.init_process_group(several if len(backends) > 1 else "gloo", timeout=timeout, **given)
-            dist.all_reduce(torch.zeros(1))  # here, where ranks that cannot connect get advice
+            dist.all_reduce(torch.zeros(1, device="cpu"))  # here, where ranks that cannot connect get advice
     except RuntimeError as error:
         raise CommunicationError(f"the ranks cannot connect: {error}{connection_advice()}") from error
     state_of_default().is_ours = True

@@ -164,7 +164,7 @@ def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> di
     with gloo_settings(host, len(ranks)):
         limit = min(timeout, _CONNECTED_WITHIN / _CONNECTION_WAITS)
         made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_of_some)
-        dist.all_reduce(torch.zeros(1), group=made)  # connects a ring, see `gloo_settings`
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=made)  # connects a ring, see `gloo_settings`
         connect_tree(made, limit)
     # Made with a shorter one, so that nobody waits long for a rank that dies while it connects.
     set_timeout(timeout, made)
@@ -264,4 +264,4 @@ def close_connections(*groups: dist.ProcessGroup, users_too: bool = False) -> No
         if group.size() > 1 and serves(group, "cpu"):
             peer = (group.rank() + 1) % group.size()
             with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))
+                group.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(datetime.timedelta(milliseconds=1))

@@ -124,7 +124,7 @@ class SharedBuffers:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A view [numel] of the memory at byte `offset`."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)  # frombuffer takes no empty buffer
+            return torch.empty(0, dtype=dtype, device="cpu")  # frombuffer takes no empty buffer
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -77,7 +77,7 @@ def _children(rank: int, size: int) -> Iterator[int]:
 def _send(group: dist.ProcessGroup, data: bytes, to: Sequence[int], timeout: datetime.timedelta) -> None:
     # A bytearray: torch warns of memory that is read-only.
     text = torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data), dtype=torch.uint8)
-    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+    first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8, device="cpu")
     first[: text.numel()] = text[:_FIRST_BYTES]
     parts = [first, text[_FIRST_BYTES:]] if text.numel() > _FIRST_BYTES else [first]
     for work in [group.send([part], rank, TAG) for rank in to for part in parts]:
@@ -85,13 +85,13 @@ def _send(group: dist.ProcessGroup, data: bytes, to: Sequence[int], timeout: dat
 
 
 def _receive(group: dist.ProcessGroup, source: int, timeout: datetime.timedelta) -> bytes:
-    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8, device="cpu")
     group.recv([first], source, TAG).wait(timeout)
     begin = first.numpy().tobytes()
     size = int.from_bytes(begin[:_LENGTH_BYTES], "little")
     data = begin[_LENGTH_BYTES:][:size]
     if missing := size - len(data):
-        rest = torch.empty(missing, dtype=torch.uint8)
+        rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
         group.recv([rest], source, TAG).wait(timeout)
         data += rest.numpy().tobytes()
     return data

@@ -318,7 +318,7 @@ class UsedParams:
                     steps.copy_(steps.flip(0))
                 else:
                     is_remote = self._flags[0].device.type != "cpu"  # pinned memory, for which the host need not wait
-                    told = torch.tensor(flags, dtype=torch.uint8, pin_memory=is_remote)
+                    told = torch.tensor(flags, dtype=torch.uint8, device="cpu", pin_memory=is_remote)
                     self._flags[0].copy_(told, non_blocking=is_remote)
                 self._sent = flags
             self._start(0)
@@ -367,7 +367,8 @@ class UsedParams:
         self._arrived[-1].wait()  # rule 7
         streams, flags = self._ranks.streams, self._everywhere[:, -_EXTRA:].amax(0)
         if self._steps is None:
-            self._steps = torch.zeros(_EXTRA, dtype=torch.uint8, pin_memory=flags.device.type != "cpu")
+            is_remote = flags.device.type != "cpu"
+            self._steps = torch.zeros(_EXTRA, dtype=torch.uint8, device="cpu", pin_memory=is_remote)
             self._seen, self._event = self._steps.numpy(), streams.module.Event()
         else:
             self._event.synchronize()

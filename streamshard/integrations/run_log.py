@@ -171,8 +171,8 @@ class RunLog:
         """The interval's values. Collective: one all-reduce, which brings a row of each rank to all ranks."""
         ranks, loss = self._ranks, self._wait()
         own = (loss, self._tokens, self._clock() - self._start, _peak_memory_bytes(ranks.streams))
-        rows = torch.zeros(ranks.total_size, len(own), dtype=torch.float64)  # fp64 counts bytes exactly
-        rows[ranks.total_rank] = torch.tensor(own, dtype=torch.float64)
+        rows = torch.zeros(ranks.total_size, len(own), dtype=torch.float64, device="cpu")  # fp64 counts bytes exactly
+        rows[ranks.total_rank] = torch.tensor(own, dtype=torch.float64, device="cpu")
         ranks.all_reduce(rows, with_replicas=True)
         losses, tokens, seconds, memory = rows.t().tolist()
         values = {"loss": sum(losses) / len(losses)} if self._losses else {}

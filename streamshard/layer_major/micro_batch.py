@@ -44,7 +44,7 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 Edge = tuple[Any, int]  # a graph node, and the number of its input
 
-_anchor = torch.zeros((), requires_grad=True)  # lets a cut have a node
+_anchor = torch.zeros((), device="cpu", requires_grad=True)  # lets a cut have a node
 
 
 class _Cut(torch.autograd.Function):

@@ -70,7 +70,7 @@ def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
     told = b"".join(each.numpy().tobytes() for each in state.random)  # a forward advances one of them, or none
     seeds = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big"))
     states = [state]
-    for seed in torch.randint(2**62, (count - 1,), generator=seeds).tolist():
+    for seed in torch.randint(2**62, (count - 1,), generator=seeds, device="cpu").tolist():
         fresh = [torch.Generator(generator.device).manual_seed(seed) for generator in generators_of(state.device)]
         states.append(state._replace(random=[generator.get_state() for generator in fresh]))
     return states

@@ -294,7 +294,11 @@ def _try(
     Half-way one parameter and its state move to the first owner, as after a checkpoint.
     """
     generator = torch.Generator().manual_seed(0)  # of the CPU: each device gets the same numbers
-    starts, directions = ([torch.randn(shape, generator=generator).to(device) for shape in shapes] for _ in range(2))
+
+    def random(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device)
+
+    starts, directions = (list(map(random, shapes)) for _ in range(2))
     params = [nn.Parameter(start.clone()) for start in starts]
     wholes = {param: nn.Parameter(stand_in(param)) for param in params} if has_owners else {}
     group = {**options, "params": params}
@@ -315,7 +319,7 @@ def _try(
                 inner.load(state, is_loaded=False)
         for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
             scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # so each step has another norm over all parameters
-            param.grad = scale * (direction + torch.randn(param.shape, generator=generator).to(device))
+            param.grad = scale * (direction + random(tuple(param.shape)))
         for param, whole in wholes.items():
             whole.data, whole.grad = param.data.clone(), param.grad
         with _RefusesCollectives(made.kind):

@@ -157,7 +157,8 @@ class Round:
         torch.autograd.graph.increment_version([each.param for each in self._stepped])
 
     def _start(self, what: str, pieces: list[torch.Tensor], send: list[int], received: list[int]) -> None:
-        sent = torch.cat([torch.empty(0, device=self._ranks.streams.device), *pieces])  # this rank may own none
+        nothing = torch.empty(0, dtype=torch.float32, device=self._ranks.streams.device)
+        sent = torch.cat([nothing, *pieces])  # this rank may own none
         self._exchange = AllToAll(sent, send, sent.new_empty(sum(received)), received)
         streams, comm = self._ranks.streams, self._ranks.stream
         packed = Fence(streams, Rule.SHARDS_WRITTEN, StreamName.COMPUTE, what, comm)

@@ -113,7 +113,7 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype) -> float:
 
 def host_gb_s() -> float:
     """1e9 bytes per second that torch's copies read and write in host memory, on all cores of this process."""
-    threads, source = torch.get_num_threads(), torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
+    threads, source = torch.get_num_threads(), torch.zeros(_COPIED_BYTES, dtype=torch.uint8, device="cpu")
     to = source.clone()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:
