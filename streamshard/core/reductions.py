@@ -165,9 +165,10 @@ class Reductions:
 
     def _give_early(self, unit: Unit, reduced: Fence) -> None:
         """Give the gradients of the unit, which are reduced. See [Note: steps inside backward]."""
-        with unit.reducing:
-            reduced.wait()  # rule 7
+        # Autograd may be on the stream of another layer: it is the backward's that has to wait.
         with self.ranks.streams.on_device_stream(self._stream), contextlib.ExitStack() as stack:
+            with unit.reducing:
+                reduced.wait()  # rule 7
             for ranks in {self.ranks, *(flat.ranks for flat in unit.trained)}:
                 stack.enter_context(ranks.in_hook())  # ranks call hooks in orders of their own: a collective raises
             call_hooks(unit.grads.give_early(), self.progress)

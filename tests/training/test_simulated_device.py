@@ -17,6 +17,7 @@ from streamshard.checkpoint.disk_layout import TensorPiece
 from streamshard.checkpoint.save import start_copies
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName, Streams
+from streamshard.core import graph_hooks
 from streamshard.errors import ShardingError
 from tests.models import DIM, vector_batch
 from tests.ranks import RankContext, on_ranks
@@ -275,6 +276,26 @@ def test_gradients_that_come_on_other_streams_are_in_time(context: RankContext, 
                 optimizer.step()
                 optimizer.zero_grad()
     assert checker.leaves == {side, device.compute}
+
+
+@on_ranks(2)
+def test_hooks_step_behind_reductions_that_another_stream_waits_for(context: RankContext) -> None:
+    """Autograd comes to a layer on the stream that has made its output; hooks run on the backward's."""
+    need = graph_hooks.need_weights
+    with simulated_device() as device, checking_streams(device) as checker:
+        side = SimulatedStream()
+
+        def need_aside(*args: Any) -> None:
+            with _aside(device, side, torch.empty(0)):
+                need(*args)
+
+        model = sharded("unequal layers", BF16)
+        for param in model.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.01)
+            param.register_post_accumulate_grad_hook(lambda _, each=optimizer: (each.step(), each.zero_grad()))
+        with checker.of(model), mock.patch.object(graph_hooks, "need_weights", need_aside):
+            for number in range(2):
+                stack_step(model, context.call(number))
 
 
 def change_after_skipping(model: Any, context: RankContext) -> None:
