@@ -92,12 +92,12 @@ def main() -> None:
         step()
     result["trace"] = traced.summary()
     write_json(result, arguments.output)
-    if arguments.picture is not None:
-        draw(traced, arguments.picture)
     result["profile"] = _hidden(_kernels(step, device, arguments.profile))
     write_json(result, arguments.output)
     print({name: result[name] for name in ("trace", "profile")})
     dist.destroy_process_group()
+    if arguments.picture is not None:  # last: matplotlib may be absent
+        draw(traced, arguments.picture)
 
 
 def _parse() -> argparse.Namespace:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 from tests.gpu import IS_PLAYED_CUDA, has_gpu
 from tests.played_cuda import library
 from tests.ranks import RankPool, open_pool
 
-# Examples are the same on every run, and none fails because a machine was slow.
-settings.register_profile("streamshard", derandomize=True, deadline=None, database=None, max_examples=20)
-settings.load_profile("streamshard")
+with contextlib.suppress(ImportError):  # a machine with a GPU may lack it, and tests for GPUs need it not
+    from hypothesis import settings
+
+    # Examples are the same on every run, and none fails because a machine was slow.
+    settings.register_profile("streamshard", derandomize=True, deadline=None, database=None, max_examples=20)
+    settings.load_profile("streamshard")
 os.fsync = lambda descriptor: None  # as in ranks: see tests/fork_origin.py
 
 

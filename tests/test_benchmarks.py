@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -134,3 +136,26 @@ def test_a_job_that_fails_hangs_or_is_killed_leaves_its_results_and_the_reason(t
     assert "FAILED: SIGKILL" in told
     failed = [job for name, job in found.items() if name != "quick"]
     assert all(job["reason"] in told and job["reason"].split()[-1] in job["output"] for job in failed)
+
+
+# Options of the jobs, and whether tests can be collected, where the tests' packages are not installed.
+_BARE = """
+import sys
+sys.modules.update(dict.fromkeys(("greenlet", "hypothesis", "matplotlib", "pytest_timeout")))
+sys.path.insert(0, "benchmarks")
+from pathlib import Path
+import gpu
+jobs = {job.name: job for job in gpu._jobs(Path(sys.argv[1]), Path(sys.argv[1]))}
+assert "--profile" in jobs["overlap"].command and "--picture" not in jobs["overlap"].command
+import pytest
+sys.exit(pytest.main([*jobs["tests.one"].command[3:], "--collect-only", "-q"]))
+"""
+
+
+def test_a_run_on_a_gpu_needs_torch_transformers_and_pytest_alone(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BARE, str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_gpu.py" in done.stdout
