@@ -65,9 +65,13 @@ class Ledger:
             else:
                 buffer = torch.zeros(numel, dtype=dtype, device=self._streams.device)
             if not is_on_host:
-                self._streams.keep(buffer)
+                self.keep(buffer)
         self.buffers.append((category, buffer))
         return buffer
+
+    def keep(self, buffer: torch.Tensor) -> None:
+        """See `Streams.keep`."""
+        self._streams.keep(buffer)
 
     def hold(self, category: Category, tensor: torch.Tensor) -> None:
         """Count `tensor`, which the user's model has made."""
@@ -174,9 +178,17 @@ class Scratch:
         drained: the fence behind the last reductions that use it, a gradient slot's.
     """
 
+    keeps_memory = True  # until there is some
+
     def __init__(self, n_bytes: int, ledger: Ledger, *, keeps_memory: bool) -> None:
         self.drained: Fence | None = None
+        self._ledger = ledger
         self.buffer, self.keeps_memory = ledger.allocate(Category.SCRATCH, n_bytes, torch.uint8), keeps_memory
+
+    def __del__(self) -> None:
+        """If the model goes in the middle of a backward, reductions may still use memory that came after `drop`."""
+        if not self.keeps_memory:
+            self._ledger.keep(self.buffer)
 
     def drop(self) -> None:
         """Free the memory: all views of it are made, and compute waits for all uses."""

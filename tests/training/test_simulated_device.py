@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -208,6 +209,34 @@ def test_forward_and_backward_wait_once_each_for_main_weights(context: RankConte
             stack_step(model, context.call(1))
     units = engine.order.order
     assert [line for line in order.lines if line in ("a wait", *units)] == ["a wait", *units, "a wait", 3, 2, 1]
+
+
+class _Fails(nn.Module):
+    """A backward that comes here raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda _: 1 / 0)
+        return x
+
+
+@on_ranks(2)
+def test_memory_of_a_backward_that_fails_outlives_its_reductions(context: RankContext) -> None:
+    """As where batches are tried until one fits: the model goes, and nobody waits for the reductions under way."""
+    with simulated_device() as device:
+        layers = [nn.Linear(DIM, DIM) for _ in range(6)]
+        model: Any = StreamShard(nn.Sequential(*layers[:3], _Fails(), *layers[3:]), precision=BF16)
+        with pytest.raises(ZeroDivisionError):
+            stack_step(model, context.call(0))
+        engine = engine_inside(model)
+        flats = [flat for unit in engine.units for flat in unit.trained]
+        memory = {flat.main_grads.untyped_storage().data_ptr() for flat in flats}
+        memory |= {flat.scratch.untyped_storage().data_ptr() for flat in flats}
+        memory.discard(0)  # of units that are not reduced
+        assert len(memory) > 2
+        comm = engine.streams.device_stream(StreamName.COMM)
+        del model, layers, engine, flats
+        gc.collect()
+        assert all(comm in device.kept[address] for address in memory)
 
 
 class _OnSide(torch.autograd.Function):
