@@ -334,7 +334,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("FlatParam.make_unsharded", Swap("(alias, whole.detach())", "(alias,)"), "tensor_parallel:changed"),
     ],
     "norms": [
-        ("local_norms", Swap("tensors)), dtype=torch.float64)", "tensors)))"), "same_bits:clipped"),
+        ("local_norms", Swap("dtype=torch.float64, device", "device"), "same_bits:clipped"),
         ("_groups", Swap("numel + tensor.numel() > _GROUP", "len(group) == 1"), "norms"),
         ("local_norms", Swap("split(sizes)", "split(sizes)[::-1]"), "norms"),
         ("_norm_of_one", Swap("torch.stack(squares).sum() if squares[1:] else squares[0]", "squares[0]"), "norms"),

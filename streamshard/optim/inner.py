@@ -296,7 +296,7 @@ def _try(
     generator = torch.Generator().manual_seed(0)  # of the CPU: each device gets the same numbers
 
     def random(shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
     starts, directions = (list(map(random, shapes)) for _ in range(2))
     params = [nn.Parameter(start.clone()) for start in starts]

@@ -13,7 +13,8 @@ before each exchange (the sent tensor is written), rule 7 behind it (the receive
 its own pieces to itself too.
 
 The plan alone decides the lengths of messages, whichever parameters have a gradient. If ranks disagree about a
-gradient, the parameter becomes NaN: on a device no host waits for the news of other ranks.
+gradient, CPU ranks raise before they step. On a device no host waits for the news of other ranks: the parameter becomes
+NaN.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import nn
 from streamshard.comm.communicator import Communicator
 from streamshard.comm.streams import Fence, Rule, StreamName
 from streamshard.comm.transport import AllToAll
+from streamshard.errors import RankMismatchError
 from streamshard.guards.piece import Piece
 from streamshard.guards.sharded_parameter import data_of
 
@@ -105,12 +107,15 @@ class Round:
     Args:
         params: of all owners, at least one.
         ranks: the shard group.
+
+    Attributes:
+        pieces: the parameters, those of the first owner first.
     """
 
     def __init__(self, params: Sequence[WholeParam], ranks: Communicator) -> None:
         everyone = range(ranks.world_size)
         self._ranks = ranks
-        self._pieces = [each for rank in everyone for each in params if each.owner == rank]
+        self.pieces = [each for rank in everyone for each in params if each.owner == rank]
         self._to_owners = [sum(_own_numel(each) for each in params if each.owner == rank) for rank in everyone]
         self._owned = [(each, each.whole) for each in params if each.whole is not None]
         # By rank, its elements of each parameter that this rank owns.
@@ -120,9 +125,9 @@ class Round:
 
     def send(self) -> None:
         """Send this rank's pieces to their owners."""
-        self._stepped = [each for each in self._pieces if each.param.grad is not None]
+        self._stepped = [each for each in self.pieces if each.param.grad is not None]
         pieces = []
-        for each in self._pieces:
+        for each in self.pieces:
             weight, grad = _flat_data(each), each.param.grad
             missing = torch.full_like(weight, math.nan)
             pieces += [missing if grad is None else grad.as_subclass(torch.Tensor).view(-1), weight]
@@ -150,7 +155,7 @@ class Round:
 
     def finish(self) -> None:
         """Copy the new weights into this rank's pieces."""
-        new = dict(zip(self._pieces, self._receive([_own_numel(each) for each in self._pieces]), strict=True))
+        new = dict(zip(self.pieces, self._receive([_own_numel(each) for each in self.pieces]), strict=True))
         if self._stepped:
             torch._foreach_copy_([_flat_data(each) for each in self._stepped], [new[each] for each in self._stepped])
         # On all ranks, also without elements: so a backward of an earlier forward raises everywhere.
@@ -182,8 +187,13 @@ def run_rounds(rounds: Sequence[Round], steps: Sequence[Callable[[], None]], ran
         steps: functions that do not raise. The first one runs while the first round travels. Then comes one for each
             round: it steps this rank's parameters of the round, when their weights and gradients are there.
         ranks: the shard group.
+
+    Raises:
+        RankMismatchError: on CPUs: ranks disagree about a gradient. Nothing was stepped.
     """
     ranks.refuse_in_hook()
+    if not ranks.streams.has_streams:
+        _refuse_different_grads([each for own in rounds for each in own.pieces], ranks)
     with ranks.waiting("an exchange of parameters with their owners"):
         rounds[0].send()
         steps[0]()
@@ -196,6 +206,18 @@ def run_rounds(rounds: Sequence[Round], steps: Sequence[Callable[[], None]], ran
                 rounds[number - 1].finish()
             own.send_back()
         rounds[-1].finish()
+
+
+def _refuse_different_grads(pieces: Sequence[WholeParam], ranks: Communicator) -> None:
+    had = [each.param.grad is not None for each in pieces]
+    by_rank = ranks.gather_objects("compare gradients", had, with_replicas=False)
+    for each, *found in zip(pieces, *by_rank, strict=True):
+        if len(set(found)) > 1:
+            having = [rank for rank, has_grad in enumerate(found) if has_grad]
+            raise RankMismatchError(
+                f"parameter {each.piece.name!r} had a gradient on ranks {having} only: nothing was stepped. Set grad = "
+                "None on all ranks or on none"
+            )
 
 
 def stand_in(param: torch.Tensor) -> torch.Tensor:

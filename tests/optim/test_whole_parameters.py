@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from streamshard import DistributedOptimizer, StreamShard
-from streamshard.errors import ConfigError, OptimizerError
+from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.optim.rounds import assign_owners, plan_rounds
 from tests.adversary import make_adversarial
@@ -193,16 +194,30 @@ def test_an_error_on_one_owner_is_raised_on_all_ranks(context: RankContext) -> N
 
 @on_ranks(2)
 @pytest.mark.parametrize("is_owner", [False, True])
-def test_a_parameter_becomes_nan_if_a_rank_has_no_gradient(context: RankContext, is_owner: bool) -> None:
-    """A user clears one on one rank, the owner or another. Other parameters are stepped."""
-    model = sharded_model()
-    optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
-    stack_step(model, context.call(0))
-    weight = model.get_submodule("layers.1.linear").weight
-    if (context.rank == optimizer.owner_of(weight)) is is_owner:
-        weight.grad = None
-    optimizer.step()
-    assert [name for name, value in full_weights(model).items() if value.isnan().any()] == ["layers.1.linear.weight"]
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_ranks_that_disagree_about_a_gradient_raise_or_get_nan(
+    context: RankContext, is_owner: bool, on_a_device: bool
+) -> None:
+    """A user clears one on one rank, the owner or another. On a device other parameters are stepped."""
+    with simulated_device() if on_a_device else contextlib.nullcontext():
+        model = sharded_model()
+        optimizer = WholeParameterOptimizer(_matrices(model), torch.optim.Muon, lr=0.02, round_size=1)
+        before, name = full_weights(model), "layers.1.linear.weight"
+        stack_step(model, context.call(0))
+        weight = dict(model.named_parameters())[name]
+        owner = optimizer.owner_of(weight)
+        if (context.rank == owner) is is_owner:
+            weight.grad = None
+        if on_a_device:
+            optimizer.step()
+            assert [each for each, value in full_weights(model).items() if value.isnan().any()] == [name]
+            return
+        having = [rank for rank in range(2) if (rank == owner) is not is_owner]
+        with pytest.raises(RankMismatchError, match=re.escape(f"{name!r} had a gradient on ranks {having} only: noth")):
+            optimizer.step()
+        assert_same(full_weights(model), before, "weights", EXACT)
+        optimizer.zero_grad()
+        train_stack(model, optimizer, context, steps=1)
 
 
 def _sgd(name: str, change: Callable[[Any, list[Tensor]], object]) -> type[Optimizer]:
