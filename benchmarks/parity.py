@@ -172,7 +172,7 @@ class _Run:
         before = self._allocated()
         model: Any = StreamShard(self._model(), **case.settings)
         gc.collect()
-        memory = {"planned_bytes": model.memory_report().total_bytes, "held_bytes": self._allocated() - before}
+        memory = {"planned_bytes": model.memory_report().start_bytes, "held_bytes": self._allocated() - before}
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         losses = []
         for step in range(self._steps):
