@@ -254,7 +254,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("SharedMemoryTransport.sum_until", Swap("_order(chunks,", "_order(chunks[::-1],"), "same_bits:fp32"),
         ("SharedMemoryTransport.progress", Swap(" or each.written[place] != written[place]", ""), "shared_memory:mix"),
         ("SharedMemoryTransport._await", Drop("self.copy_until("), "accumulate:no_layer_on_a_rank"),
-        ("SharedMemoryTransport._await", Drop("elif self._started:"), "shared_memory:for_an_all_gather"),
+        ("SharedMemoryTransport._await", Drop("elif self._started and"), "shared_memory:for_an_all_gather"),
         ("SharedMemoryTransport._everywhere", Swap("self._among", "range(self.world_size)"), "transport:same_experts"),
         ("SharedMemoryTransport.among", Swap(", other._group_of =", ", _ ="), "transport:same_experts"),
     ],

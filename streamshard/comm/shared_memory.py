@@ -381,9 +381,9 @@ class SharedMemoryTransport(PairwiseTransport):
             if not missing:
                 return
             # Else one rank may wait for an all-gather, and the other one for a sum.
-            if counter > Counter.READ:
+            if self._gathers and counter > Counter.READ:
                 self.copy_until(min(each.counters[Counter.PUBLISHED] for each in self._buffers), for_all=False)
-            elif self._started:
+            elif self._started and counter <= Counter.READ:
                 self.progress()
             looks += 1
             if looks < _YIELDS:

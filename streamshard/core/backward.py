@@ -118,7 +118,7 @@ class Backward(Phase):
             self._close_pass()
         self.graph = graph
         self._waiting = set(graph.called_again)
-        self._read = [engine.units[index] for index in graph.versions if index != ROOT_UNIT]
+        self._read = list(map(engine.units.__getitem__, graph.versions.keys() - {ROOT_UNIT}))
         visits = list(filter(None, reversed(graph.visits)))  # without the root unit, which is reduced at the end
         plan = engine.plan
         self._schedule = Schedule(visits, plan, reduce=True)

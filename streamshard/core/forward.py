@@ -133,7 +133,7 @@ class Forward(Phase):
             ShardingError: a layer of another streamed unit runs.
         """
         self._engine.streams.observe(StepPart.FORWARD, unit.index, begins=True)
-        outer = self._running_beside(unit)
+        outer = self._running_beside(unit) if self._running else None  # a call for each layer would cost host time
         if unit.is_streamed and outer is not None:
             raise ShardingError(
                 f"a layer of {outer.name!r} calls a layer of {unit.name!r}, and both take turns in the same "

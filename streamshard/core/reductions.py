@@ -115,7 +115,9 @@ class Reductions:
         if self.over_replicas is not None:
             self.over_replicas.begin(is_synced=is_synced)
         elif reduces:  # with replicas averages come later, and hooks run at the end
-            self._hooked.update(unit.index for unit in filter(has_hooks, self._units) if unit.grads.may_give_early)
+            for unit in filter(has_hooks, self._units):
+                if unit.grads.may_give_early:
+                    self._hooked.add(unit.index)
 
     def note(self, unit: int) -> None:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""

@@ -187,7 +187,7 @@ class Scratch:
 
     def __del__(self) -> None:
         """If the model goes in the middle of a backward, reductions may still use memory that came after `drop`."""
-        if not self.keeps_memory:
+        if not self.keeps_memory and self.buffer.untyped_storage().nbytes():
             self._ledger.keep(self.buffer)
 
     def drop(self) -> None:
