@@ -47,28 +47,35 @@ def allocate_units(
     weight_slots, wires = _weight_slots(layouts, plan, ranks, ledger)
     flat_params: list[list[FlatParam]] = []
     for layout, slot, home in zip(layouts, plan.weights, homes, strict=True):
-        places, keeps_slot = (weight_slots[slot], wires[slot]), plan.keeps_weights
-        is_on_host = home is not None and home.is_on_host
-        cut_by = [(flat, experts if flat.kind.is_expert else ranks) for flat in layout.flat_params]
-        own = [(flat, *places, each, ledger, gather_ranks or each) for flat, each in cut_by]
-        flat_params.append([FlatParam(*each, keeps_slot=keeps_slot, is_on_host=is_on_host) for each in own])
-        for flat in flat_params[-1]:
+        own = []
+        for flat_plan in layout.flat_params:
+            cut_by = experts if flat_plan.kind.is_expert else ranks
+            flat = FlatParam(
+                *(flat_plan, weight_slots[slot], wires[slot], cut_by, ledger, gather_ranks or cut_by),
+                keeps_slot=plan.keeps_weights,
+                is_on_host=home is not None and home.is_on_host,
+            )
             if reduces_at_once:
                 flat.reduce_ranks = ranks  # not in two levels: one order of all ranks' gradients
-        take(layout, flat_params[-1])
+            own.append(flat)
+        flat_params.append(own)
+        take(layout, own)
     # With outer shards the slot's range is larger than this rank's main grads.
     keeps_slot = plan.keeps_grads and gather_ranks is None
     grad_slots, parts = _grad_slots(layouts, plan, ranks, ledger, flat_params, weight_slots, keeps_main_grads)
     units = []
     for index, layout in enumerate(layouts):
-        slots = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
+        weight_slot, grad_slot = weight_slots[plan.weights[index]], grad_slots[plan.grads[index]]
         for flat, part in zip(flat_params[index], parts[index], strict=True):
             if flat.kind.trains:
-                flat.allocate_grads(slots[1], part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
-        given = layout, flat_params[index], *slots, ranks
-        units.append(
-            Unit(index, *given, is_streamed=plan.is_streamed[index], home=homes[index], gather_ranks=gather_ranks)
+                flat.allocate_grads(grad_slot, part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
+        unit = Unit(
+            *(index, layout, flat_params[index], weight_slot, grad_slot, ranks),
+            is_streamed=plan.is_streamed[index],
+            home=homes[index],
+            gather_ranks=gather_ranks,
         )
+        units.append(unit)
     # Not before: torch makes no view of a buffer without memory.
     for grad_slot in grad_slots.values():
         grad_slot.scratch.drop()
