@@ -132,7 +132,7 @@ def _edited(engine: Engine, full: Mapping[Param, torch.Tensor]) -> dict[Param, t
         full: the tensors that the parameters held at the start.
 
     Raises:
-        ShardingError: a parameter was replaced, has a gradient, holds or a tensor of another shape.
+        ShardingError: a parameter was replaced, has a gradient, or holds a tensor of another shape.
     """
     engine.check_structure()
     memory = {param: param.form.memory(param.sharded) for param in full}
