@@ -163,8 +163,8 @@ class WholeParameterOptimizer(Optimizer):
         Raises:
             Exception: an optimizer inside has raised. Only its rank raises, after the exchanges; parameters that were
                 stepped before keep their new weights. Inside a `DistributedOptimizer` all ranks raise.
-            RankMismatchError: on CPU ranks: they disagree about which parameters have a gradient; nothing was stepped. On
-                a device these parameters become NaN.
+            RankMismatchError: on CPU ranks: they disagree about which parameters have a gradient; nothing was stepped.
+                On a device these parameters become NaN.
         """
         loss = None
         if closure is not None:
