@@ -69,13 +69,8 @@ def allocate_units(
         for flat, part in zip(flat_params[index], parts[index], strict=True):
             if flat.kind.trains:
                 flat.allocate_grads(grad_slot, part, keeps_slot=keeps_slot, keeps_memory=keeps_main_grads)
-        unit = Unit(
-            *(index, layout, flat_params[index], weight_slot, grad_slot, ranks),
-            is_streamed=plan.is_streamed[index],
-            home=homes[index],
-            gather_ranks=gather_ranks,
-        )
-        units.append(unit)
+        given = index, layout, flat_params[index], weight_slot, grad_slot, ranks
+        units.append(Unit(*given, is_streamed=plan.is_streamed[index], home=homes[index], gather_ranks=gather_ranks))
     # Not before: torch makes no view of a buffer without memory.
     for grad_slot in grad_slots.values():
         grad_slot.scratch.drop()

@@ -129,8 +129,8 @@ class Round:
         pieces = []
         for each in self.pieces:
             weight, grad = _flat_data(each), each.param.grad
-            missing = torch.full_like(weight, math.nan)
-            pieces += [missing if grad is None else grad.as_subclass(torch.Tensor).view(-1), weight]
+            sent = torch.full_like(weight, math.nan) if grad is None else grad.as_subclass(torch.Tensor).view(-1)
+            pieces += [sent, weight]
         twice = ([2 * numel for numel in numels] for numels in (self._to_owners, self._from_ranks))
         self._start("pieces for owners", pieces, *twice)
 
