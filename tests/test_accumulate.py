@@ -544,6 +544,8 @@ def test_losses_and_micro_batches_that_accumulation_cannot_run_are_refused(conte
         for each in (model, StreamShard(Stack())):  # in first steps too
             with pytest.raises(ConfigError, match=said):
                 each.accumulate([0, 1], lambda model, number, loss=loss: loss)
+    with pytest.raises(ConfigError, match="got no micro-batches"):
+        model.accumulate([], lambda model, x: model(x).sum())
     with pytest.raises(ShardingError, match="computed with gradients before the call: compute it in loss_of"):
         model.accumulate([scale * vector_batch(1, number) for number in range(2)], lambda model, x: model(x).sum())
     model.accumulate(range(2), lambda model, number: model(scale * vector_batch(1, number)).sum())

@@ -53,7 +53,7 @@ def watch_optimizers() -> None:
     """From the first sharded model on, look at each optimizer before it steps."""
     # The hook of all optimizers: one may be older than the model, or inside another one.
     register_optimizer_step_pre_hook(functools.partial(untraced, _look_at))
-    register_optimizer_step_post_hook(functools.partial(untraced, _look_behind))
+    register_optimizer_step_post_hook(functools.partial(untraced, note_step))
 
 
 def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -63,7 +63,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         ShardingError: the optimizer is not known to work element by element; a gradient or state is no piece.
     """
     params: list[Any] = list(itertools.chain.from_iterable(map(_params_of, optimizer.param_groups)))
-    check_step(params, makes_grads=_closure_of(args, kwargs) is not None)
+    check_step(params, makes_grads=any(map(callable, (*args[1:], *kwargs.values()))))  # by a closure
     hooks: Any = optimizer._optimizer_step_pre_hooks
     if _HOOK not in hooks:
         if steps_whole(optimizer):  # the optimizers inside it are looked at
@@ -77,11 +77,6 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             return
         _adopt(optimizer)  # torch calls the new hook in this step too: it comes to the optimizer's own hooks next
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
-
-
-def _look_behind(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """`optimizer` has stepped. A step that raises, on one rank alone perhaps, does not come here."""
-    note_step(params_in(optimizer.param_groups))
 
 
 def follow_model(optimizer: Optimizer) -> None:
@@ -133,17 +128,13 @@ def _return_full_grads(lent: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor
             param.grad = grad
 
 
-def _closure_of(args: Any, kwargs: Mapping[str, Any]) -> Any:
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure if callable(closure) else None
-
-
 # -- plain steps ------------------------------------------------------------------------------------------------------
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """The step itself begins: let it run on a stand-in. See [Note: plain steps]."""
-    closure = _closure_of(args, kwargs)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = closure if callable(closure) else None
     plain: dict[ShardedParameter, nn.Parameter] = {}
     groups, on_host = [], []
     for group in optimizer.param_groups:

@@ -194,8 +194,12 @@ def check_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
             )
 
 
-def note_step(params: Sequence[torch.Tensor]) -> None:
-    """An optimizer, any of the process, has stepped `params`."""
+def note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """`optimizer`, any of the process, has stepped. A step that raises, on one rank alone perhaps, does not come here.
+
+    A hook of torch's, with its arguments.
+    """
     for progress in list(_models):
-        if not progress.names.keys().isdisjoint(params):
-            progress.has_stepped = True
+        for group in optimizer.param_groups:
+            if not progress.names.keys().isdisjoint(group["params"]):
+                progress.has_stepped = True
