@@ -281,7 +281,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Backward._advance", Drop("if any(other.is_bound"), "ends:read_before"),
         (
             "Backward._advance",
-            Swap(" or not self._waiting.isdisjoint(self._schedule.visits[position:visit])", ""),
+            Swap(" or not self._waiting.isdisjoint(schedule.visits[schedule.position : visit])", ""),
             "matrix",
         ),
         ("Backward._close_pass", Drop("for unit in engine.units[1:]:  "), "programs"),
@@ -510,7 +510,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
     "optim/inner": [("InnerOptimizer.__init__", Swap("[[each] for each in wholes]", "[wholes]"), "nanochat")],
     "optim/rounds": [("Round.lay_out", Swap("grad.isnan().all()", "True"), "whole_parameters:nan")],
     "planning/program": [
-        ("Schedule.add_request", Drop("self._current = unit"), "program"),
+        ("Schedule.add_request", Drop("self.current = unit"), "program"),
         ("Schedule.advance_to", Swap(": self.position + 1", ": self.position"), "program"),
     ],
     # offload

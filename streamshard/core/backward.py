@@ -51,7 +51,6 @@ class Backward(Phase):
         self.graph: Graph | None = None
         self.task = graph_task_id()
         self._engine = engine
-        self._computing: Unit | None = None  # its backward is running
         self._follows_step = False  # an optimizer has stepped since the last backward
         # One rank's reductions send nothing that `no_sync` could save.
         is_local = not engine.is_synced and not engine.is_whole
@@ -161,27 +160,24 @@ class Backward(Phase):
 
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
-        if self._computing is unit:  # layers of a unit share a visit
-            return
-        visit = self._schedule.find(unit.index)
-        if visit is None:  # outside of the program, or needed again after its visit
+        schedule = self._schedule
+        visit = schedule.find(unit.index)
+        # Layers of a unit share a visit. None: outside of the program, or needed again after its visit.
+        if visit is None or schedule.current == unit.index:
             return
         if not unit.is_streamed:  # its weights stay, and the visits before may still come
             # Code that has read weights outside of their layers may still come, too: no prehook tells.
             if any(other.is_bound for other in self._read if other is not unit):
                 return
-            position = self._schedule.position
-            # While a unit computes, `position` is its own visit.
-            is_next = visit <= position + (self._computing is not None)
-            if not is_next or not self._waiting.isdisjoint(self._schedule.visits[position:visit]):
+            if visit > schedule.following or not self._waiting.isdisjoint(schedule.visits[schedule.position : visit]):
                 return
         engine = self._engine
-        self._computing = unit
         engine.streams.observe(StepPart.BACKWARD, unit.index, begins=True)
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
-        engine.issue(self._schedule.advance_to(visit))
+        schedule.current = unit.index
+        engine.issue(schedule.advance_to(visit))
 
     def read(self, unit: Unit, name: str = "") -> None:
         """See `Phase`. Recomputed code of the root unit reads it. A look-up alone does not gather it."""
@@ -219,7 +215,7 @@ class Backward(Phase):
         # of forward, while the last one's backward runs: nodes of a unit's outputs tell when its own begins (`need`). A
         # reentrant checkpoint has no such nodes, but recomputes all its units before the last one's backward.
         if unit.is_streamed and self.graph is not None and unit.index in self.graph.silent:
-            visit, following = self._schedule.find(unit.index), self._schedule.position + (self._computing is not None)
+            visit, following = self._schedule.find(unit.index), self._schedule.following
             if visit is not None and self.graph.called.isdisjoint(self._schedule.visits[following:visit]):
                 self._advance(unit)
         self._unshard(unit, binds=True)
@@ -235,7 +231,7 @@ class Backward(Phase):
             if unit.is_bound or unit in self._unbound:
                 unit.release()
         self._unbound.clear()
-        self._computing = None
+        self._schedule.current = None
         engine.issue(self._schedule.advance_to())
         for unit in engine.units[1:]:  # whose gradients came after their reduction
             if unit.index in engine.reductions.made:

@@ -96,6 +96,7 @@ class Schedule:
         log: units visited so far, those out of order included. Backward is planned from the log.
         used: the units that this rank has really used, in order.
         position: all visits before this one are over.
+        current: the unit whose visit is under way, in the program or out of order; None: no visit has begun.
     """
 
     def __init__(self, visits: Sequence[int], plan: SlotPlan, *, reduce: bool) -> None:
@@ -104,7 +105,7 @@ class Schedule:
         self.used: list[int] = []
         self.position = 0
         self._is_streamed = plan.is_streamed
-        self._current: int | None = None  # the unit whose visit is under way, in the program or out of order
+        self.current: int | None = None
         self._has_inner_uses = False  # which keep their places in the log
         self._steps = plan_steps(self.visits, plan, reduce=reduce)
         self._issued_steps = 0
@@ -119,17 +120,17 @@ class Schedule:
     @property
     def following(self) -> int:
         """The first visit that has not begun."""
-        return self.position + (self.visits[self.position : self.position + 1] == (self._current,))
+        return self.position + (self.visits[self.position : self.position + 1] == (self.current,))
 
     def is_last(self, unit: int) -> bool:
         """Whether the visit of `unit` is under way or still to come, and no other streamed unit has one to come."""
         left = self.visits[self.following :]
         others = (other for other in left if other != unit)
-        return (self._current == unit or unit in left) and not any(self._is_streamed[other] for other in others)
+        return (self.current == unit or unit in left) and not any(self._is_streamed[other] for other in others)
 
     def is_out_of_order(self, unit: int) -> bool:
         """Whether `unit`, which is used now, has no visit left in the program, and its weights are not in place."""
-        is_there = self._current == unit or self.find(unit) is not None
+        is_there = self.current == unit or self.find(unit) is not None
         return not is_there and (self._is_streamed[unit] or unit not in self.visits)
 
     def reach(self, unit: int) -> list[Op]:
@@ -148,13 +149,13 @@ class Schedule:
             self.log.append(unit)
         else:
             ops = self.advance_to(visit)
-        self._current = unit
+        self.current = unit
         return ops
 
     def add_request(self, unit: int) -> None:
         """The program is over, and all ranks all-gather `unit`, because a rank has requested it."""
         self.log.append(unit)
-        self._current = unit
+        self.current = unit
 
     def read(self, unit: int, *, is_inside: bool) -> None:
         """Note that weights of the resident `unit` are read. No visit is over.
