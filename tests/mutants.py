@@ -391,7 +391,7 @@ _BY_FILE: dict[str, list[tuple[str, Drop | Swap, str]]] = {
         ("Unit.wait_until_ready", Swap("flat.weights.copy_", f"{_ON_COMM} flat.weights.copy_"), _STREAMS),
         ("Unit.start_gather", Drop("self.grads.slot.drained.complete()"), "shared_memory matrix"),
         ("Unit.start_reduce", Drop("self.guard.mark_gone()"), "absent_weights"),
-        ("Unit.start_reduce", Drop("grads.slot.scratch.drained = "), "invariants"),
+        ("GradSlot.close", Drop("self.scratch.drained = "), "invariants"),
         ("Unit.start_reduce", Swap("flat.reduce_ranks", "self.gather_ranks"), "experts_and_context"),
         ("Unit.start_reduce", Drop("grads.move(GradState.FILLED)"), "programs"),
     ],

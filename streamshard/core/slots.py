@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from streamshard.comm.streams import Fence, Rule, StreamName, Streams
+from streamshard.comm.streams import Fence, Rule, StreamName, Streams, Work
 from streamshard.comm.transport import Transport
 from streamshard.errors import StateError
 from streamshard.nested import map_tensors, tensors_in
@@ -249,3 +249,9 @@ class GradSlot:
         # On CUDA reductions come one after the other. On the CPU an earlier one may still use the scratch.
         if (before := self.scratch.drained) is not None and scratch.nbytes:
             before.complete()
+
+    def close(self, works: Sequence[Work | None]) -> None:
+        """The reductions, whose works these are, have started: the slot and its scratch are free behind them."""
+        self.content = None
+        self.drained.record(*works)
+        self.scratch.drained = self.drained

@@ -294,8 +294,6 @@ class Unit:
         if self.home is not None:
             self.home.end_reduction(self, buffers)
         grads.move(GradState.FILLED)
-        grads.slot.content = None  # the slot is free behind the reduction
-        grads.slot.drained.record(*works)
-        grads.slot.scratch.drained = grads.slot.drained
+        grads.slot.close(works)
         self._streams.observe(StepPart.REDUCTION, self.index, begins=False)
         return works
