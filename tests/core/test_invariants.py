@@ -1,6 +1,6 @@
 """What the engine keeps to where numbers alone do not show it: collectives under way, state left behind.
 
-See `tests.mutants`: each of these notices a change to the engine that all other tests let live.
+Each of these notices a change of the engine that all other tests let live (`tests.mutants`).
 """
 
 from __future__ import annotations
