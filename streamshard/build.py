@@ -146,7 +146,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
         if engine.streams.module is not None:
             engine.streams.module.empty_cache()
     except BaseException as error:
-        if is_of_this_rank(error):  # such as out of memory
+        if is_of_this_rank(error):  # such as out of memory: other ranks wait in the next collective
             ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
         raise
     attach(base, module, checked.found, engine, checked.in_fp32)
@@ -176,12 +176,13 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     layouts = plan_units(*given, align_pieces_to=settings.align_pieces_to, adds_in_slots=grad_slots == "all")
     mover = inner or ranks  # of the units' bytes in a step
     flat_params = [flat_param for layout in layouts for flat_param in layout.flat_params]
-    # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32.
+    # An upper bound of the bytes that other ranks read: main weights, inputs, both slots of all units, all fp32. Pages
+    # that nobody writes take no memory.
     parts = ranks.world_size // mover.world_size  # of each all-gather and reduction
     n_bytes = sum(16 * flat.layout.padded_numel + 4096 for flat in flat_params)
     mover.share_memory(n_bytes, parts * len(flat_params))
     if experts is not None:
-        experts.share_memory_of(ranks)
+        experts.share_memory_of(ranks)  # both issue in one order, so one rank's counters tell the progress of both
     names = [layout.name or "the root unit" for layout in layouts for _ in layout.flat_params]
     for each in filter(None, (ranks, experts)):
         each.recorder.names = names
@@ -190,7 +191,7 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
     host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
-    mover.transport.check_precision(settings.precision)
+    mover.transport.check_precision(settings.precision)  # not before: shared memory sums in fp32 in every mode
     outer = None
     if outer_ranks is not None:
         outer = OuterShards(layouts, outer_ranks, ledger, is_in_order=settings.precision.sums_in_rank_order)

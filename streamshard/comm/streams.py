@@ -203,7 +203,8 @@ class Fence:
             *works: on the CPU, the works that have to complete before the point is reached; None on an accelerator.
             stream: the device's stream to record on; None: the stream of `source`.
         """
-        if self.works:  # a call costs host time, and each layer records several fences
+        # Only this fence knows the works of its last point. `if`: a call costs host time, for each fence of each layer.
+        if self.works:
             self.complete()
         self.works = [*filter(None, works)]
         self._recorded = True
@@ -218,7 +219,7 @@ class Fence:
         Args:
             target: the stream; None: the fence's own.
         """
-        if not self._recorded:
+        if not self._recorded:  # a slot that nobody has used yet is free
             return
         target = target or self.target
         if self._event is not None:
@@ -256,6 +257,7 @@ class _OnStream:
         self._context: Any = None if module is None else module.stream(streams.device_stream(name))
 
     def __enter__(self) -> None:
+        # On the CPU nothing else tells the race detector whose an operation is.
         self._outer, self._streams.current = self._streams.current, self._name
         if self._context is not None:
             self._context.__enter__()
@@ -304,7 +306,7 @@ class Streams:
             return None
         if name is not StreamName.COMPUTE:
             return self._own[name]
-        if self._raw is None:
+        if self._raw is None:  # another accelerator than CUDA
             return self.module.current_stream(self.device)
         # On CUDA ``current_stream`` makes an object for each call, which takes ten times as long as the address.
         address, stream = self._compute  # exchanged as one: autograd calls from threads of its own

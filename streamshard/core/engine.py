@@ -250,6 +250,7 @@ class Engine:
 
     def watch_ends(self, ends: Ends) -> None:
         """A pass begins: decide whether embedding and head take turns with the blocks, or watch how it uses them."""
+        # The order is settled in the same pass on all ranks, so all decide in the next one.
         if self.order.is_settled and torch.is_grad_enabled():
             self._join(ends.decide(self.order.order, self.plan, self.ranks))
             if ends.is_decided:
@@ -328,7 +329,7 @@ class Engine:
             if slot.content != unit.index or not unit.params:  # another unit's weights stay
                 continue
             if any(flat.kind.trains in kinds for flat in unit.flat_params):
-                slot.move(WeightState.EMPTY, None)
+                slot.move(WeightState.EMPTY, None)  # without a wait: the next all-gather waits (rule 2)
         return changed
 
     def check_structure(self) -> None:
@@ -339,7 +340,7 @@ class Engine:
     def all_gather(self, unit: Unit) -> None:
         """Start the unit's all-gather, if its slot holds another unit or nothing."""
         slot = unit.weight_slot
-        if slot.content == unit.index:
+        if slot.content == unit.index:  # perhaps still arriving: who computes waits in `wait_until_ready`
             return
         # The holder's modules must not compute with this unit's weights.
         if slot.content is not None and (holder := self.units[slot.content]).is_bound:

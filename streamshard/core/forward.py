@@ -54,6 +54,7 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
     # So errors can name ranks that run more forwards, also forwards that gather nothing.
     engine.ranks.recorder.log.add(RecordKind.FORWARD)
     changed = engine.expire_slots()
+    # Before activations need the memory: gradients that were cleared since the last pass.
     for unit in engine.units:
         unit.grads.drop()
     if engine.outer is not None:

@@ -198,7 +198,7 @@ class Unit:
             for gather in flat.unit_gathers:
                 works.append(flat.gather_ranks.transport.start_gather(gather))
         slot.arrived.record(*works)
-        slot.shard_read.record(*transport.readers(works))
+        slot.shard_read.record(*transport.readers(works))  # after the gathers: it counts those that were started
         self._streams.observe(StepPart.ALL_GATHER, self.index, begins=False)
 
     def wait_until_ready(self) -> None:
