@@ -97,6 +97,9 @@ def find_units(
     around = {module: _inside(module, held) for module in wanted if module not in held}
     # `_check_units` refuses the root.
     beside = [module for module, inside in around.items() if not inside or module is root]
+    # Of a class some may lie inside others, such as nn.Sequential: the outer ones hold them.
+    covered = {inner for module in beside for inner in modules_inside(module) if inner is not module}
+    beside = [module for module in beside if module not in covered]
     _check_units(layers, beside, names)
     resident_layers = {*wanted, *towers, *itertools.chain.from_iterable(around.values())}
     inside_layers = [module for layer in layers if layer not in resident_layers for module in _inside(layer, wanted)]
