@@ -327,7 +327,8 @@ def ask_for(engine_of: Callable[[], Engine | None], index: int, layer: str) -> C
         unit = engine.units[index]
         if unit.is_streamed and index not in engine.plan.ends:
             call = "or call the layer itself (not its forward, nor a module in it)"
-            refuse_read(name, f", or all layers of its class, resident=[{layer!r}]; {call}")
+            around = "or the module around it that is called there"
+            refuse_read(name, f", {around}, or all layers of its class, resident=[{layer!r}]; {call}")
         phase.read(unit, name)
 
     return ask
