@@ -312,7 +312,7 @@ def test_a_reduction_does_not_begin_in_scratch_that_another_still_uses(context: 
 
 @on_ranks(1)
 def test_a_move_that_is_no_transition_raises(context: RankContext) -> None:
-    """Of a unit's gradients and of a weight slot."""
+    """Of a unit's gradients and of slots."""
     unit = engine_inside(sharded_model()).units[1]
     weights, grads = unit.weight_slot, unit.grads
     machines: list[tuple[Any, Any, Any, Any]] = [
@@ -325,3 +325,6 @@ def test_a_move_that_is_no_transition_raises(context: RankContext) -> None:
         with pytest.raises(StateError, match=before.name):
             move(next(state for state in states if state not in table[before]))
         assert owner.state is before
+    grads.slot.content = 2
+    with pytest.raises(StateError, match="with gradients of unit 2"):
+        grads.slot.open(1)
