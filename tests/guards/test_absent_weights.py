@@ -25,7 +25,9 @@ from tests.reference import (
     FP32,
     assert_same,
     assert_trains_like_plain,
+    built,
     case,
+    full_grads,
     let_dynamo_look,
     only_sharded,
     sharded_model,
@@ -277,6 +279,18 @@ def test_a_backward_that_reads_a_weight_after_its_reduction_raises(context: Rank
         model(vector_batch(0, context.rank)).sum().backward()
         with contextlib.nullcontext() if settings else pytest.raises(RuntimeError, match="modified by an inplace"):
             kept[0].backward()
+
+
+@on_ranks(2)
+def test_a_hook_in_backward_may_read_a_resident_weight_whose_gradients_have_its_slot(context: RankContext) -> None:
+    """All ranks gather it once more; it is reduced only once."""
+    model, plain, read = sharded_model(resident=["layers.3"]), built(Stack), []
+    model.layers[1].register_full_backward_hook(lambda *_: read.append((model.layers[3].linear.weight * 2).sum()))
+    stack_step(model, context.call(0))
+    torch.testing.assert_close(read, [(plain.layers[3].linear.weight.detach() * 2).sum()])
+    for rank in range(2):
+        stack_step(plain, Call(0, rank, 2, 0.5))
+    assert_same(full_grads(model), {name: param.grad for name, param in plain.named_parameters()}, "gradients")
 
 
 @on_ranks(2)
