@@ -17,19 +17,9 @@ from safetensors.torch import save
 from torch import nn
 
 from streamshard import ShardingError, StreamShard
-from streamshard.optim import WholeParameterOptimizer
 from tests.models import Stack, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    NEAR,
-    assert_same,
-    assert_trains_like_plain,
-    case,
-    full_grads,
-    piece_of,
-    sharded_model,
-)
+from tests.reference import EXACT, assert_same, assert_trains_like_plain, case, full_grads, piece_of, sharded_model
 
 DIM = 8
 
@@ -167,6 +157,7 @@ REFUSED: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
     "numpy": lambda w, b, named: w.detach().numpy(),
     "a number": lambda w, b, named: w.detach().item(),
     "noise": lambda w, b, named: torch.randn_like(w),
+    "uniform noise": lambda w, b, named: torch.rand_like(w),
     "norm along a dimension": lambda w, b, named: w.detach().norm(dim=-1),
     "norm of negative order": lambda w, b, named: w.detach().norm(-1),
     "saved": lambda w, b, named: torch.save(w, io.BytesIO()),
@@ -193,8 +184,10 @@ ADVICE = {
     "gradients of copies": r"copy = weight\.clone\(\)",
     "a hook": "register_post_accumulate_grad_hook",
     "noise": r"torch\.zeros_like\(p\)\.normal_\(\)",
+    "uniform noise": r"torch\.zeros_like\(p\)\.uniform_\(\)",
 }
-OF_GRADIENTS = {"noise": ADVICE["noise"], "norm along a dimension": "WholeParameterOptimizer runs gets full gradients"}
+OF_GRADIENTS = {name: ADVICE[name] for name in ("noise", "uniform noise")}
+OF_GRADIENTS["norm along a dimension"] = "WholeParameterOptimizer runs gets full gradients"
 
 
 @on_ranks(2)
@@ -227,6 +220,8 @@ _DRAWS: dict[str, Callable[[torch.Tensor], object]] = {
     "normal_ with numbers": functools.partial(nn.init.normal_, mean=1.0, std=2.0),
     "constant_": functools.partial(nn.init.constant_, val=3.0),
     "data.uniform_": lambda weight: weight.data.uniform_(-1.0, 2.0),
+    "noise": lambda weight: weight.data.copy_(torch.zeros_like(weight).normal_()),
+    "uniform noise": lambda weight: weight.data.copy_(torch.zeros_like(weight).uniform_()),
 }
 
 
@@ -242,42 +237,6 @@ def test_random_numbers_are_those_that_the_full_tensor_would_get(context: RankCo
             assert torch.equal(model.full_state_dict(rank0_only=False)["0.linear.weight"], plain.weight)
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         model[0].linear.weight.normal_()
-
-
-@on_ranks(2)
-def test_noise_is_that_of_the_full_tensor(context: RankContext) -> None:
-    """As the errors of ``randn_like`` and ``rand_like`` say."""
-    weight = sharded()[0].linear.weight
-    for like, draw in ((torch.randn_like, torch.Tensor.normal_), (torch.rand_like, torch.Tensor.uniform_)):
-        with pytest.raises(ShardingError, match=rf"torch\.zeros_like\(p\)\.{draw.__name__}\(\)"):
-            like(weight)
-        torch.manual_seed(5)
-        wanted = like(torch.zeros(DIM, DIM))
-        torch.manual_seed(5)
-        noise = draw(torch.zeros_like(weight))
-        assert torch.allclose(noise.norm(), wanted.norm(), rtol=1e-6)
-        assert torch.isin(noise.detach().as_subclass(torch.Tensor), wanted).all()
-
-
-class _CenteringSGD(torch.optim.SGD):
-    """Subtracts means of rows from gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for param in (param for group in self.param_groups for param in group["params"]):
-            param.grad.sub_(param.grad.mean(dim=-1, keepdim=True))
-        return super().step(closure)
-
-
-@on_ranks(2)
-def test_an_optimizer_of_whole_parameters_computes_along_rows_of_gradients(context: RankContext) -> None:
-    """As the error says."""
-    model, plain = sharded(), build()
-    whole = WholeParameterOptimizer(model.parameters(), _CenteringSGD, lr=0.1)
-    for each, optimizer in ((model, whole), (plain, _CenteringSGD(plain.parameters(), lr=0.1))):
-        each(torch.ones(4, DIM)).square().sum().backward()
-        optimizer.step()
-    assert_same(model.full_state_dict(rank0_only=False), plain.state_dict(), "weights", NEAR)
 
 
 class Narrow(nn.Module):
