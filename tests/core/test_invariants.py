@@ -169,10 +169,10 @@ def test_a_layer_frozen_after_its_gradient_waited_is_not_reduced(context: RankCo
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("where", ["inside", "behind", "summoned inside"])
 @pytest.mark.parametrize("settings", [{}, ALL_SLOTS], ids=["default", "a slot each"])
 def test_weights_written_through_data_after_a_forward_inside_no_sync_are_used(
-    context: RankContext, settings: dict[str, Any], is_inside: bool
+    context: RankContext, settings: dict[str, Any], where: str
 ) -> None:
     """By the next forward. Contents of slots are reused inside only; an edit through ``.data`` leaves no version."""
     for name in ("fp32", "bf16"):
@@ -181,23 +181,22 @@ def test_weights_written_through_data_after_a_forward_inside_no_sync_are_used(
         with torch.no_grad():
             with model.no_sync():
                 model(batch)
-                if is_inside:
-                    _assert_zeros_are_used(model, batch)
-            if not is_inside:  # once: at the end of the next pass contents are forgotten anyway
+                if where != "behind":
+                    _assert_zeros_are_used(model, batch, summons=where == "summoned inside")
+            if where == "behind":  # once: at the end of the next pass contents are forgotten anyway
                 _assert_zeros_are_used(model, batch)
 
 
-def _assert_zeros_are_used(model: Any, batch: Tensor) -> None:
-    for param in model.parameters():
-        param.data.zero_()
+def _assert_zeros_are_used(model: Any, batch: Tensor, *, summons: bool = False) -> None:
+    with model.summon_full_params() if summons else contextlib.nullcontext():
+        for param in model.parameters():
+            param.data.zero_()
     assert not model(batch).any()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("settings", [{}, ALL_SLOTS], ids=["default", "a slot each"])
-def test_an_interrupt_while_a_failed_backward_is_left_leaves_nothing(
-    context: RankContext, settings: dict[str, Any]
-) -> None:
+def test_an_interrupt_behind_a_failed_backward_leaves_nothing(context: RankContext, settings: dict[str, Any]) -> None:
     """The next step is right: of what lies in grad slots nothing is taken for its own."""
     model = sharded_model(**settings)
     stack_step(model, context.call(0))
