@@ -14,30 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from streamshard import (
-    ConfigError,
-    ShardingError,
-    StreamShard,
-    full_optimizer_state_dict,
-    load_checkpoint,
-    save_checkpoint,
-)
+from streamshard import StreamShard, full_optimizer_state_dict, load_checkpoint, save_checkpoint
 from streamshard import device as devices
 from streamshard.comm.host_groups import host_group_of
 from streamshard.comm.ranks import refuse_together
 from streamshard.device import serves, training_device
+from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    assert_same,
-    assert_trains_like_plain,
-    full_weights,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import EXACT, FP32, assert_same, assert_trains_like_plain, full_weights, sharded_model, stack_step
 
 CPU = torch.device("cpu")
 
@@ -93,16 +79,17 @@ def test_training_on_the_cpu_beside_idle_accelerators_says_so(gpus: Any, group: 
         assert training_device(CPU, group, "cpu") == CPU
 
 
-def _leave_group() -> None:
-    """The test's own group: not before all have it, or gloo would take whoever leaves it for dead."""
+def _exchange_group(context: RankContext, directory: Path, backends: str | None = None) -> None:
+    """Leave the test's own group: not before all have it, or gloo would take whoever leaves it for dead."""
     dist.barrier()
     dist.destroy_process_group()
+    place, store = {"rank": context.rank, "world_size": context.world_size}, f"file://{directory}/store"
+    dist.init_process_group(backends, init_method=store, **place)
 
 
 @on_ranks(2)
 def test_it_trains_with_a_group_of_several_kinds_of_device(context: RankContext, tmp_path: Path) -> None:
-    _leave_group()
-    dist.init_process_group(init_method=f"file://{tmp_path}/store", rank=context.rank, world_size=context.world_size)
+    _exchange_group(context, tmp_path)
     assert dist.get_backend() == "undefined"
     assert_trains_like_plain(context, Stack, stack_step, mesh=init_device_mesh("cpu", (context.world_size,)))
 
@@ -110,10 +97,7 @@ def test_it_trains_with_a_group_of_several_kinds_of_device(context: RankContext,
 @on_ranks(2)
 def test_hosts_talk_although_the_group_serves_devices_only(context: RankContext, tmp_path: Path) -> None:
     """Over a second group, which every further model uses too; an exception ends their waits."""
-    _leave_group()
-    dist.init_process_group(
-        "cuda:fake", init_method=f"file://{tmp_path}/store", rank=context.rank, world_size=context.world_size
-    )
+    _exchange_group(context, tmp_path, "cuda:fake")
     group = dist.group.WORLD
     assert group is not None
     assert not serves(group, "cpu")

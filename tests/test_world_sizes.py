@@ -36,7 +36,7 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective
 from streamshard.optim import WholeParameterOptimizer
-from tests.models import Stack
+from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, on_ranks
 from tests.reference import Operators, engine_inside, heard_collectives
 from tests.scenarios import BF16
@@ -102,31 +102,21 @@ def test_nothing_that_a_rank_does_grows_with_the_number_of_ranks(precision: Prec
     }
 
 
-class _WithBuffers(nn.Module):
-    def __init__(self, *, has_statistics: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(5))
-        self.norm = nn.BatchNorm1d(64) if has_statistics else nn.Identity()
-        self.register_buffer("table", torch.ones(64), persistent=False)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[:-1]:
-            hidden = layer(hidden * self.table)
-        return self.norm(hidden)
-
-
 @pytest.mark.parametrize("has_statistics", [False, True])
 def test_no_host_waits_for_another_one_in_a_steady_step(has_statistics: bool) -> None:
     """No objects, no votes. Batch norm's statistics take two broadcasts, on the device. A layer is never used."""
     with _one_of(4096), simulated_device():
-        model: Any = StreamShard(_WithBuffers(has_statistics=has_statistics), precision=BF16)
+        stack: Any = NormStack() if has_statistics else Stack()
+        stack.unused = Layer()
+        stack.register_buffer("table", torch.ones(DIM), persistent=False)
+        model: Any = StreamShard(stack, precision=BF16)
         recorder = engine_inside(model).ranks.recorder
         sent: Counter[RecordKind] = Counter()
         for step in range(14):
             if step == 12:
                 sent.clear()
             with mock.patch.object(recorder.log, "add", lambda kind, tag=0: sent.update([kind])):
-                model(torch.ones(2, 64)).float().sum().backward()
+                model(torch.ones(2, DIM)).float().sum().backward()
             if step == 0:
                 assert sent[RecordKind.MEETING] > 0
     control = {kind: sent[kind] for kind in (RecordKind.MEETING, RecordKind.BROADCAST, RecordKind.SUM) if sent[kind]}
