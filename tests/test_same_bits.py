@@ -267,9 +267,7 @@ def _part(context: RankContext, directory: str, steps: tuple[int, int]) -> Diges
     return found
 
 
-def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_the_bits_of_one_that_never_stopped(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_with_other_numbers_of_ranks_has_the_same_bits(ranks: Any, tmp_path: Path) -> None:
     whole = merged(ranks(1).run(_part, str(tmp_path / "whole"), (0, 4)))
     parts = [
         merged(ranks(count).run(_part, str(tmp_path / "parts"), (first, first + 1)))

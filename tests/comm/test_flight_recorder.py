@@ -11,9 +11,10 @@ import queue
 import re
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -188,9 +189,7 @@ ALONE: dict[str, tuple[Callable[[Any], object], str, Any]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("over", ALONE)
-def test_a_rank_alone_raises_the_line_of_the_others_who_log_it_before_their_wait_ends(
-    context: RankContext, over: str
-) -> None:
+def test_a_rank_alone_raises_the_line_of_the_others_who_log_it_first(context: RankContext, over: str) -> None:
     """The error of the other library would name neither. The user's group stays open until its ranks have been told."""
     alone, elsewhere, given = ALONE[over]
     with _warnings() as told:
@@ -246,9 +245,7 @@ def _backward_and_note(model: Any, context: RankContext) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("ahead", ["another library's collective", "the save itself"])
-def test_a_rank_may_come_late_to_a_background_save_while_main_threads_are_apart(
-    context: RankContext, ahead: str
-) -> None:
+def test_a_rank_may_come_late_to_a_background_save_that_is_apart(context: RankContext, ahead: str) -> None:
     """Rank 1 is late with the one, and early with the other: rank 0 waits for it, and warns."""
     store, timeout = dist.distributed_c10d._get_default_store(), datetime.timedelta(minutes=2)
     model = _model("sockets")  # before the warnings
@@ -257,31 +254,24 @@ def test_a_rank_may_come_late_to_a_background_save_while_main_threads_are_apart(
         beside = background_ranks(ranks)
         for each in (ranks, beside):
             each.gather_objects("meet", None)
-        late, early = (beside, None) if ahead.startswith("another") else (ranks, beside)
-        met = threading.Thread(target=early.gather_objects, args=("save", None)) if early is not None else None
-        number = torch.ones(1)
+        reduce, save = partial(dist.all_reduce, torch.ones(1)), partial(beside.gather_objects, "save", None)
+        late, early = (beside, reduce) if ahead.startswith("another") else (ranks, save)
+        waiting, met = Thread(target=late.gather_objects, args=("wait", None)), Thread(target=early)
         if context.rank == 0:
             store.wait([f"ahead: {ahead}"], timeout)
-            waiting = threading.Thread(target=late.gather_objects, args=("wait", None))
             waiting.start()
             for _ in range(4):
                 while "rank 1 has not come: it has issued nothing" not in told.get(timeout=60):
                     pass
             store.set(f"told: {ahead}", "")
-            if met is None:
-                dist.all_reduce(number)
-            else:
-                met.start()
+            met.start()
         else:
-            work = dist.all_reduce(number, async_op=True) if met is None else met.start()
+            met.start()
             store.set(f"ahead: {ahead}", "")
             store.wait([f"told: {ahead}"], timeout)
-            late.gather_objects("wait", None)
-            if work is not None:
-                work.wait()
-        for thread in (met, waiting if context.rank == 0 else None):
-            if thread is not None:
-                thread.join()
+            waiting.start()
+        for thread in (met, waiting):
+            thread.join()
         assert ranks.gather_objects("meet", context.rank) == beside.gather_objects("meet", context.rank) == [0, 1]
 
 
