@@ -111,7 +111,6 @@ class NormStack(Stack):
         self.norms = nn.ModuleList(nn.BatchNorm1d(DIM) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
         for layer, norm in zip(self.layers, self.norms, strict=True):
             x = norm(layer(x))
         out: Tensor = self.head(x)
@@ -222,7 +221,6 @@ class UsingLM(TinyLM):
         self.uses = uses
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[rows, length] tokens -> [rows, length, vocabulary] logits"""
         penalty = self._use("first", lambda m: 0.0)
         x = self._use("embed", lambda m, tokens: m.embedding(tokens), tokens)
         x = self.run_blocks(x + self.positions[: tokens.shape[1]], mask)
@@ -230,7 +228,6 @@ class UsingLM(TinyLM):
         return out + penalty + self._use("last", lambda m, tokens: 0.0, tokens)
 
     def run_blocks(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """The blocks one after another, and what is between them."""
         x = self.blocks[0](x, mask=mask)
         x = x + self._use("between", lambda m, x: 0.0, x)
         for block in self.blocks[1:]:
@@ -251,6 +248,5 @@ class Adapter(nn.Module):
         self.up = nn.Parameter(torch.randn(base.out_features, rank) * 0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """W x + U D x"""
         out: Tensor = self.base(x) + F.linear(F.linear(x, self.down), self.up)
         return out

@@ -76,7 +76,6 @@ class ReadingStack(Stack):
             layer.forward = functools.partial(_lent, layer, lenders)  # type: ignore[method-assign]  # a method's place
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, 1]"""
         first, third = (self.layers[place].linear.weight for place in (0, 2))
         penalty = (first @ third).square().mean() + third.square().mean()
         return super().forward(x) + penalty
@@ -196,7 +195,6 @@ class NormedLayer(Layer):
         self.norm = nn.BatchNorm1d(DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, DIM] -> [rows, DIM]"""
         out: Tensor = self.norm(super().forward(x))
         return out
 

@@ -57,7 +57,6 @@ class _Moments(Observer):
         self.seen: list[str] = []
 
     def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
-        """See `Observer`."""
         if begins and unit:  # without the root unit, 0
             self.seen.append(f"{self.LETTERS[part]}{unit}")
 
