@@ -96,8 +96,8 @@ def counted(owner: Any, name: str) -> Iterator[list[bool]]:
     function = getattr(owner, name)
     calls: list[bool] = []
 
-    def call(*args: Any) -> Any:
-        result = function(*args)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
         calls.append(result is not None)
         return result
 

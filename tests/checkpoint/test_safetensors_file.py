@@ -36,16 +36,11 @@ def _described(least: int) -> Any:
 NAMES = FileNames("model")
 
 
-def read_mapped(directory: Path) -> StoredDirectory:
-    return StoredDirectory(directory, NAMES)
-
-
-def read_ranges(directory: Path) -> StoredDirectory:
-    return StoredDirectory(Url(f"{Kept.protocol}://{directory}"), NAMES)
-
-
-READERS = [read_mapped, read_ranges]
-each_reader = pytest.mark.parametrize("read", READERS)
+READERS: dict[str, Callable[[Path], StoredDirectory]] = {
+    "mapped": lambda directory: StoredDirectory(directory, NAMES),
+    "ranges": lambda directory: StoredDirectory(Url(f"{Kept.protocol}://{directory}"), NAMES),
+}
+each_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 
 
 def _metas(described: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -114,7 +109,7 @@ def test_files_are_read_as_they_were_planned(tmp_path_factory: Any, described: d
     directory = tmp_path_factory.mktemp("planned")
     files = plan_files(_metas(described), max_bytes, NAMES)
     write_empty(directory, files, encode_index(files, 0) if len(files) > 1 else None)
-    for read in READERS:
+    for read in READERS.values():
         found = read(directory).tensors
         assert {name: (each.shape, each.dtype) for name, each in found.items()} == described
 

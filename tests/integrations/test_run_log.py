@@ -20,13 +20,6 @@ from tests.ranks import RankContext
 from tests.reference import Operators, sharded_model
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def _steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.open()]
 
@@ -34,17 +27,17 @@ def _steps(path: Path) -> list[int]:
 @on_ranks(2)
 def test_values_are_means_and_rates_over_steps_and_ranks(context: RankContext, tmp_path: Path) -> None:
     """Rank r takes r + 1 seconds and has 10 (r + 1) tokens in a step, and the losses r, r + 1 ..."""
-    model, rank, n, clock = TinyLM(TinyConfig(tied=True)), context.rank, context.world_size, Clock()
+    model, rank, n, now = TinyLM(TinyConfig(tied=True)), context.rank, context.world_size, [100.0]
     model.norm.requires_grad_(False)
     flops = sum((6 if param.requires_grad else 4) * param.numel() for param in model.parameters())
     sharded = sharded_model(lambda: model)
-    log = RunLog(sharded, path=tmp_path / "log.jsonl", every=2, step=4, flops_per_s=1e6, clock=clock)
+    log = RunLog(sharded, path=tmp_path / "log.jsonl", every=2, step=4, flops_per_s=1e6, clock=lambda: now[0])
     found: list[Any] = []
     for step in range(4):
-        clock.now += rank + 1
+        now[0] += rank + 1
         found.append(log.step(10 * (rank + 1), torch.tensor(float(rank + step), device=context.device)))
         with log.paused():
-            clock.now += 50
+            now[0] += 50
     assert found[0] is found[2] is None
     per_s = 10 * n * (n + 1) / 2 / n  # the last rank takes n seconds
     wanted = {"step_s": n, "tokens_per_s": per_s, "tokens_per_s_per_rank": per_s / n, "mfu": flops * per_s / n / 1e6}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_with_path
 
 from streamshard import (
     StreamShard,
@@ -39,22 +40,17 @@ from tests.reference import (
 )
 
 
-def assert_near_state(found: Any, wanted: Any, path: str = "state") -> None:
+def assert_near_state(found: Any, wanted: Any) -> None:
     """The same containers, numbers and tensors, the latter up to rounding."""
-    assert type(found) is type(wanted), path
-    if isinstance(wanted, torch.Tensor):
-        assert found.dtype is wanted.dtype and found.shape == wanted.shape, path
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=path)
-    elif isinstance(wanted, dict):
-        assert set(found) == set(wanted), path
-        for key in wanted:
-            assert_near_state(found[key], wanted[key], f"{path}.{key}")
-    elif isinstance(wanted, list | tuple):
-        assert len(found) == len(wanted), path
-        for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert_near_state(one, other, f"{path}[{place}]")
-    else:
-        assert found == wanted or abs(found - wanted) < 1e-9, path
+
+    def compare(path: Any, other: Any, one: Any) -> None:
+        assert type(one) is type(other), path
+        if isinstance(other, Tensor):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=str(path))
+        else:
+            assert one == other or abs(one - other) < 1e-9, path
+
+    tree_map_with_path(compare, wanted, found)
 
 
 class Odd(torch.optim.SGD):

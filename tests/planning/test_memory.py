@@ -17,7 +17,7 @@ from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.nested import tensors_in
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import adamw, case, engine_inside, lm_step, sharded_model, stack_step
+from tests.reference import adamw, case, engine_inside, lm_step, sharded_model, stack_step, train_stack
 from tests.scenarios import BF16, PRECISIONS, RoutedStack, over_sockets, sharded, train
 from tests.simulated import simulated_device
 
@@ -38,11 +38,7 @@ def test_the_report_is_of_what_is_held(context: RankContext, way: str, precision
         with case(step.__name__), over_sockets() if way == "sockets" else nullcontext():
             model: Any = StreamShard(build(), precision=PRECISIONS[precision])
             assert model.memory_report().start_bytes == sum(_reachable_storages(model).values())
-            optimizer = adamw(model)
-            for number in range(2):
-                step(model, context.call(number))
-                optimizer.step()
-                optimizer.zero_grad()
+            train_stack(model, adamw(model), context, steps=2, step=step)
             report = model.memory_report()
             held_bytes = report.total_bytes - report.held_bytes["scratch"]  # which has memory in a backward only
             assert held_bytes == sum(_reachable_storages(model).values())

@@ -21,7 +21,7 @@ from streamshard.tools.spans import Span
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step
+from tests.reference import EXACT, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step, train_stack
 from tests.scenarios import BF16, sharded, train
 from tests.simulated import SimulatedDevice, simulated_device
 
@@ -36,9 +36,7 @@ def test_the_trace_has_every_computation_and_every_collective_in_order(context: 
     optimizer = adamw(model)
     for number in range(3):
         with record(model) as trace:
-            lm_step(model, context.call(number))
-            optimizer.step()
-            optimizer.zero_grad()
+            train_stack(model, optimizer, context, first=number, steps=1, step=lm_step)
     found = defaultdict[str, list[int | None]](list)
     for span in trace.spans:
         found[span.activity].append(span.unit)

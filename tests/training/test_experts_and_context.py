@@ -22,13 +22,7 @@ from streamshard import ConfigError, RankMismatchError, ShardingError, StreamSha
 from tests.adversary import make_adversarial
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import (
-    Tolerance,
-    assert_same,
-    difference,
-    engine_inside,
-    full_weights,
-)
+from tests.reference import Tolerance, assert_same, difference, engine_inside, full_weights
 from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
 from tests.training.test_tensor_parallel import adam, assert_loads, example, made, save, with_adam

@@ -8,7 +8,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -259,34 +259,37 @@ def test_loaded_moments_lie_in_pinned_memory_from_the_next_step_on(context: Rank
             optimizer.load_state_dict(map_tensors(state, torch.clone))
 
 
-class _Noting(torch.optim.AdamW):
-    """Notes whether it steps parameters in inference mode or autocast."""
-
-    seen: ClassVar[list[bool]] = []
+@elementwise
+class _Watched(torch.optim.AdamW):
+    """Calls `before` when it steps parameters."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         if any(group["params"] for group in self.param_groups):
-            self.seen.append(torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled())
+            self.before()
         return super().step(closure)
+
+    def before(self) -> None:
+        """Tests replace it."""
 
 
 @on_ranks(1)
 def test_a_late_step_runs_outside_of_inference_mode_and_autocast(context: RankContext) -> None:
     """Whatever the next forward or a reader is inside of."""
-    elementwise(_Noting)
+    seen: list[bool] = []
     with simulated_device():
         model = sharded_model(**OFFLOAD)
-        optimizer = _Noting(model.parameters(), lr=0.01)
+        optimizer: Any = _Watched(model.parameters(), lr=0.01)
+        optimizer.before = lambda: seen.append(torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled())
         for inside in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.float16), torch.inference_mode):
             for read in (lambda: model(vector_batch(0, 0)), lambda: next(model.parameters()).norm()):
                 optimizer.zero_grad()
                 stack_step(model, Call(0, 0, 1, 1.0))
-                _Noting.seen.clear()
+                seen.clear()
                 optimizer.step()
                 with inside():
                     read()
-                assert _Noting.seen and not any(_Noting.seen)
+                assert seen and not any(seen)
         for state in optimizer.state.values():
             state["step"].add_(1)  # no inference tensor
 
@@ -317,19 +320,11 @@ def test_optimizers_of_single_parameters_have_memory_for_their_own_moments_only(
     assert_same(*results, "weights", EXACT)
 
 
-class Breaking(torch.optim.SGD):
-    is_breaking = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        if self.is_breaking and any(group["params"] for group in self.param_groups):
-            raise ValueError("out of luck")
-        super().step(closure)
+def _watched(model: Any) -> Any:
+    return _Watched(model.parameters(), lr=0.1)
 
 
-def _breaking(model: Any) -> Breaking:
-    elementwise(Breaking)
-    return Breaking(model.parameters(), lr=0.1, momentum=0.9)
+_failing = mock.Mock(side_effect=ValueError("out of luck"))
 
 
 @on_ranks(1, 2)
@@ -338,13 +333,13 @@ def test_after_a_late_step_has_failed_everything_raises_until_all_is_loaded(
 ) -> None:
     """The next forward raises the error, on all ranks. A checkpoint brings back training, to the bit."""
     with simulated_device():
-        run, other = (Run(context, OFFLOAD, make=_breaking) for _ in range(2))
+        run, other = (Run(context, OFFLOAD, make=_watched) for _ in range(2))
         for each in (run, other):
             each.step(2)
         saved = save_checkpoint(tmp_path, run.model, run.optimizer)
-        run.optimizer.is_breaking = True
+        run.optimizer.before = _failing
         run.step()
-        run.optimizer.is_breaking = False
+        del run.optimizer.before
         with pytest.raises(ValueError, match="out of luck"):
             run.loss()
         reads: tuple[Callable[[], Any], ...] = (run.loss, run.model.full_state_dict, run.optimizer.state_dict)
@@ -364,9 +359,10 @@ def test_after_a_late_step_has_failed_everything_raises_until_all_is_loaded(
 def test_a_late_step_that_fails_on_one_rank_leaves_ranks_in_step(context: RankContext) -> None:
     """Both issue the collectives of the whole forward."""
     with simulated_device():
-        run = Run(context, OFFLOAD, make=_breaking)
+        run = Run(context, OFFLOAD, make=_watched)
         run.step(2)
-        run.optimizer.is_breaking = context.rank == 1
+        if context.rank == 1:
+            run.optimizer.before = _failing
         run.step()
         with pytest.raises(ValueError, match="out of luck") if context.rank == 1 else contextlib.nullcontext():
             run.loss()

@@ -250,10 +250,7 @@ def _scale_losses(run: Run) -> Any:
 
 
 EVENTS: dict[str, tuple[Event, ...]] = {
-    "gradients": (
-        *(_clipped, _clipped_twice, _zeroed, _replaced, _multiplied),
-        _step_in_backward,
-    ),
+    "gradients": (_clipped, _clipped_twice, _zeroed, _replaced, _multiplied, _step_in_backward),
     "state": (_read, _weights_written, _state_loaded, _full_state, _state_cleared),
     "loop": (_hooks, _scale_losses, _graph_kept, _options_in_place),
 }
