@@ -99,13 +99,7 @@ class Trained:
     """
 
     def __init__(
-        self,
-        make: Callable[..., Any],
-        *,
-        steps: int = 0,
-        clip: str = "norm",
-        data: Any = None,
-        **settings: Any,
+        self, make: Callable[..., Any], *, steps: int = 0, clip: str = "norm", data: Any = None, **settings: Any
     ) -> None:
         self.accelerator = make(**settings)
         model = make_model()

@@ -33,6 +33,15 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+def unet() -> Any:
+    """A U-Net of diffusers, the same each time."""
+    import diffusers
+
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    return diffusers.UNet2DModel(8, 3, 3, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1, **blocks)
+
+
 def make_model(family: str, **sizes: Any) -> Any:
     """The same on every rank and each time."""
     torch.manual_seed(0)

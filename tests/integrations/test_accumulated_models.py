@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from streamshard import ShardingError
 from tests import families
+from tests.integrations.models import unet
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, assert_same
 from tests.test_accumulate import NEAR, _loop, _trained, _Way
@@ -51,15 +52,6 @@ def _checkpointed() -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     return model
-
-
-def _unet() -> Any:
-    import diffusers
-
-    return diffusers.UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16), norm_num_groups=4,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
 
 
 def _dit() -> Any:
@@ -169,7 +161,7 @@ def test_unedited_models_have_the_gradients_of_a_loop(context: RankContext, name
     "kind",
     [
         pytest.param(_Model(families.llama, _hidden), id="hidden states that hooks have taken"),
-        pytest.param(_Model(_unet, _noise), id="skips of a U-Net", marks=NEEDS_DIFFUSERS),
+        pytest.param(_Model(unet, _noise), id="skips of a U-Net", marks=NEEDS_DIFFUSERS),
     ],
 )
 def test_models_that_need_a_loop_are_refused(context: RankContext, kind: _Model) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from streamshard import CheckpointError, ShardingError, StreamShard, export_safetensors, load_safetensors
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests.integrations.accelerating import launched
+from tests.integrations.models import unet
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, ROUNDING, assert_same, full_weights
 
@@ -23,20 +24,14 @@ with warnings.catch_warnings():
     pytest.importorskip("diffusers.training_utils")
 
 
-def _unet() -> Any:
-    torch.manual_seed(0)
-    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
-    return diffusers.UNet2DModel(8, 3, 3, block_out_channels=(16, 16), norm_num_groups=8, layers_per_block=1, **blocks)
-
-
 @on_ranks(2)
 def test_an_export_has_the_files_of_save_pretrained(context: RankContext, tmp_path: Path) -> None:
     """The same names, tensors and config; `load_safetensors` reads them back. Errors say what else to do."""
     max_shard_size = "40KB"
-    plain = _unet()
+    plain = unet()
     if context.rank == 0:
         plain.save_pretrained(tmp_path / "plain", max_shard_size=max_shard_size)
-    model: Any = StreamShard(_unet())
+    model: Any = StreamShard(unet())
     model.save_pretrained(tmp_path / "own", max_shard_size=max_shard_size)
     export_safetensors(model, tmp_path / "export", max_shard_size=max_shard_size)
     if context.rank == 0:
@@ -47,7 +42,7 @@ def test_an_export_has_the_files_of_save_pretrained(context: RankContext, tmp_pa
             assert (directory / "config.json").read_text() == (tmp_path / "plain" / "config.json").read_text()
             loaded = diffusers.UNet2DModel.from_pretrained(directory)
             assert_same(loaded.state_dict(), plain.state_dict(), "read", EXACT)
-    other: Any = StreamShard(_unet().apply(lambda module: [nn.init.zeros_(p) for p in module.parameters()] and None))
+    other: Any = StreamShard(unet().apply(lambda module: [nn.init.zeros_(p) for p in module.parameters()] and None))
     load_safetensors(other, tmp_path / "own")
     assert_same(full_weights(other), plain.state_dict(), "loaded", EXACT)
     with pytest.raises(CheckpointError, match="variant='fp16'.*Save without it, load the directory with"):
@@ -69,13 +64,13 @@ def test_an_ema_model_made_after_prepare_works_as_in_one_process(context: RankCo
             optimizer.zero_grad()
             average.step(model.parameters())
 
-    whole = _unet()
+    whole = unet()
     wanted = diffusers.training_utils.EMAModel(whole.parameters(), decay=0.9)
     train(whole, wanted, 0, 1, lambda loss: loss.backward())
     wanted.copy_to(whole.parameters())
     with launched(context):
         accelerator = StreamShardAccelerator(precision="fp32")
-        model: Any = _unet()
+        model: Any = unet()
         early = diffusers.training_utils.EMAModel(model.parameters(), decay=0.9)
         model = accelerator.prepare(model)
         with pytest.raises(ShardingError, match="make an average of weights after sharding"):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from streamshard import CheckpointError, StreamShard
+from tests.families import _LAYERS, _STEADY, _make
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_texts, make_tokenizer
 from tests.integrations.trainers import and_sharded, assert_equal, launched, train, whole_weights
@@ -38,14 +39,10 @@ def _quiet() -> Iterator[None]:
 
 def _saved(directory: Path, name: str = "BertModel") -> str:
     """A tiny BERT, with a head if its name says so, and its tokenizer, in a directory."""
-    import transformers
-
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 1}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 24}
     where = directory / name
     if dist.get_rank() == 0 and not where.exists():
         torch.manual_seed(0)
-        getattr(transformers, name)(transformers.BertConfig(**sizes, **off)).save_pretrained(where)
+        _make(name, {**_LAYERS, **_STEADY}, vocab_size=61, num_labels=1).save_pretrained(where)
         tokenizer = make_tokenizer()
         if name != "BertModel":
             tokenizer.add_special_tokens({"cls_token": "<s>", "sep_token": "</s>", "mask_token": "w56"})
@@ -106,7 +103,6 @@ def _several_tasks(directory: Path) -> tuple[Any, Any, Any]:
 @on_ranks(2)
 @pytest.mark.parametrize("build", [_cached, _cross_encoder, _sparse_encoder, _several_tasks])
 def test_what_its_scripts_do_equals_ddp(context: RankContext, build: Any, tmp_path: Path) -> None:
-    """Train, save on the way and at the end, load the saved directory."""
     kind = {_cross_encoder: "CrossEncoder", _sparse_encoder: "SparseEncoder"}.get(build, "SentenceTransformer")
     options: dict[str, Any] = {"arguments_class": getattr(st, f"{kind}TrainingArguments"), "save_strategy": "steps"}
     options["save_steps"] = 2

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -25,9 +24,8 @@ from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import Tolerance, assert_same, difference, engine_inside, full_weights
 from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
-from tests.training.test_tensor_parallel import adam, assert_loads, example, made, save, with_adam
+from tests.training.test_tensor_parallel import _mesh, _train, assert_loads, example, made, save, with_adam
 
-STEPS, CLIP = 2, 0.5
 WAYS: dict[str, Any] = {"shared memory": contextlib.nullcontext, "sockets": over_sockets, "a device": simulated_device}
 KINDS = {"shared memory": {"SharedMemoryTransport"}, "sockets": {"PairwiseTransport"}}
 
@@ -46,20 +44,6 @@ def _sharded(model: Any, ep: int, **settings: Any) -> Any:
     return StreamShard(model, mesh=dist.group.WORLD, **{"precision": "fp32", **settings})
 
 
-def _steps(
-    model: Any, optimizer: torch.optim.Optimizer, place: int, places: int, *, own_clip: bool = False, steps: int
-) -> list[float]:
-    norms = []
-    for step in range(steps):
-        rows = _example()["whole_batch"](step).chunk(places)[place]
-        F.cross_entropy(model(rows)[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).backward()
-        norm = model.clip_grad_norm_(CLIP) if own_clip else nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
-
-
 @on_ranks(4)
 def test_summed_gradients_of_experts_wait_for_the_last_micro_batch(context: RankContext) -> None:
     """A divide factor of one, slots for all layers, whole experts on each rank: two backwards add up."""
@@ -76,13 +60,11 @@ def test_summed_gradients_of_experts_wait_for_the_last_micro_batch(context: Rank
 
 @on_ranks(4)
 def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: RankContext) -> None:
-    """A layer is one unit with two flat parameters: one over four ranks, one over the two with the same experts.
-
-    These have one group more. A second one would be a communicator of NCCL, of hundreds of MB.
-    """
+    """A layer is one unit with two flat parameters: one over four ranks, one over the two with the same experts."""
     with simulated_device(), mock.patch.object(dist, "new_group", wraps=dist.new_group) as make:
         model = _sharded(_made(), 2)
     made = [call.args[0] for call in make.call_args_list if "gloo" not in call.args]
+    # A second group would be a communicator of NCCL, of hundreds of MB.
     assert made == [[rank for rank in range(4) if rank % 2 == context.rank % 2]]
     sizes = {name: param.detach().as_subclass(Tensor).numel() for name, param in model.named_parameters()}
     assert model.layers[0].experts.up.shape == (8, 32, 64)
@@ -93,7 +75,7 @@ def test_a_rank_has_its_experts_shard_and_a_shard_of_everything_else(context: Ra
 
 def _saved(context: RankContext, path: Path) -> Any:
     model, optimizer = with_adam(_sharded(_made(), 2))
-    _steps(model, optimizer, context.rank, 4, steps=1)
+    _train(model, _mesh(4, 1), optimizer=optimizer, steps=1)
     return save(path, model, optimizer)
 
 
@@ -146,22 +128,18 @@ def test_a_mesh_beside_the_experts_raises_if_they_get_other_batches(context: Ran
 @on_ranks(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_on_a_mesh_train_what_one_process_trains(context: RankContext, way: str) -> None:
-    """Two ranks have the same experts. On CPUs waits order the collectives of both groups, on a device fences do.
-
-    No races, and late collectives change nothing. Ranks of other experts come late. Both functions that clip.
-    """
-    plain = _made()
-    wanted = _steps(plain, adam(plain), 0, 1, steps=STEPS)
-    is_device, slots = way == "a device", "all" if way == "sockets" else 2
+    """Two ranks have the same experts, and the others come late. No races; both functions that clip."""
+    norms, weights = _train(_made())
+    places, is_device, slots = _mesh(4, 1), way == "a device", "all" if way == "sockets" else 2
     with WAYS[way]():
         model = _sharded(_made(), 2, weight_slots=slots, grad_slots="all" if slots == "all" else None)
         transports = {flat.ranks.transport for unit in engine_inside(model).units for flat in unit.flat_params}
         assert is_device or {type(transport).__name__ for transport in transports} == KINDS[way]
         model.layers[1].register_forward_pre_hook(lambda *_: time.sleep(0.05 * (context.rank % 2)))
         with detect_races(model) as races, late(model) if is_device else make_adversarial(model):
-            norms = _steps(model, adam(model), context.rank, 4, own_clip=slots == 2, steps=STEPS)
-            assert norms == pytest.approx(wanted, rel=1e-6)
-            assert difference(full_weights(model), full_weights(plain)) < 2e-6
+            found = _train(model, places)
+            assert found[0] == pytest.approx(norms, rel=1e-6)
+            assert difference(found[1], weights) < 2e-6
         assert races.accesses > 100
 
 
