@@ -138,16 +138,13 @@ _SET_UP = {
     """,
     "docs/guide/dial.md": """
         from streamshard import StreamShard
-        class Block(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.norm1 = nn.Sequential()
-                self.norm1.emb, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-            def forward(self, x):
-                return self.out(self.norm1(x))
+        from collections import OrderedDict
+        def block():
+            norm1 = nn.Sequential(OrderedDict(emb=nn.Linear(4, 4)))
+            return nn.Sequential(OrderedDict(norm1=norm1, out=nn.Linear(4, 4)))
         model, dit = nn.Module(), nn.Module()
-        model.visual, model.layers = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())
-        dit.transformer_blocks = nn.ModuleList(Block() for _ in range(3))
+        model.visual, model.layers = (nn.Sequential(block(), block()) for _ in range(2))
+        dit.transformer_blocks = nn.ModuleList(block() for _ in range(3))
     """,
     "docs/guide/optimizers.md: DistributedOptimizer": "from streamshard import StreamShard",
     "docs/guide/stability.md: Compute in fp8": """

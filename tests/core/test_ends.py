@@ -197,19 +197,30 @@ def test_a_view_that_an_evaluation_takes_before_the_blocks_raises(context: RankC
 
 
 class _Points(nn.Module):
-    """Its first layer takes numbers, and has no table."""
+    """Its first layer takes numbers, and has no table. A small tower behind the layers may compute with the weight of
+    the last layer, as with SEW-D's distances.
 
-    def __init__(self) -> None:
+    Args:
+        calls: the last layer is called too, at the end.
+        reads: its weight is read.
+    """
+
+    def __init__(self, calls: bool = True, reads: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(160, DIM), nn.Linear(DIM, 160)
         self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.tower = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+        self.calls, self.reads = calls, reads
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
         for layer in self.layers:
             x = layer(x).tanh()
-        out: Tensor = self.last(x)
-        return out
+        table = self.last.weight if self.reads else None
+        for layer in self.tower:
+            x = layer(x).tanh()
+            x = x if table is None else (x @ table.t()).tanh() @ table
+        return self.last(x) if self.calls else x
 
 
 @on_ranks(2)
@@ -228,31 +239,6 @@ def test_a_first_layer_whose_input_needs_a_gradient_later_trains_like_plain(cont
     assert _ends(model) == {"first", "last"}
 
 
-class _Distances(_Points):
-    """A small tower behind the layers may compute with the weight of the last layer, as with SEW-D's distances.
-
-    Args:
-        calls: the last layer is called too, at the end.
-    """
-
-    reads = True
-
-    def __init__(self, calls: bool) -> None:
-        super().__init__()
-        self.tower = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
-        self.calls = calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).tanh()
-        for layer in self.layers:
-            x = layer(x).tanh()
-        table = self.last.weight if self.reads else None
-        for layer in self.tower:
-            x = layer(x).tanh()
-            x = x if table is None else (x @ table.t()).tanh() @ table
-        return self.last(x) if self.calls else x
-
-
 @on_ranks(2)
 def test_a_weight_that_is_read_before_a_resident_tower_keeps_its_values_for_backward(context: RankContext) -> None:
     """Backward comes to the tower while it still needs the weight, from the first step on, or from a later one."""
@@ -263,7 +249,7 @@ def test_a_weight_that_is_read_before_a_resident_tower_keeps_its_values_for_back
         return call.backward(model(x).square().mean())
 
     for calls, resident in ((False, []), (True, []), (True, ["last"])):
-        build, options = functools.partial(_Distances, calls), {"steps": 5, "checked": (2, 4), "resident": resident}
+        build, options = functools.partial(_Points, calls), {"steps": 5, "checked": (2, 4), "resident": resident}
         with case(f"{calls=}, {resident=}"):
             model: nn.Module = assert_trains_like_plain(context, build, step, **options)
             assert _ends(model) == {"first", "last"}.difference(resident)
