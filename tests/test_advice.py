@@ -150,6 +150,21 @@ def _load_pieces(model: Any) -> None:
     ours.load_state_dict(theirs.state_dict())
 
 
+def _step_dtensors(*, first: bool) -> None:
+    """Before the model is sharded, or only afterwards: accelerate's `prepare` may get the optimizer before."""
+    world = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model: Any = parallelize_module(Stack(), world["tp"], {"head": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if first:
+        _loss(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    sharded = StreamShard(model, mesh=world["dp"], precision=FP32)
+    follow_model(optimizer)
+    _loss(sharded).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
 OF_OPTIMIZERS = {
     "whole parameters": Advice(
         lambda m: _train(m, torch.optim.Adafactor), r"optimizer = streamshard.optim.WholeParameterOptimizer\(model"),
@@ -167,6 +182,8 @@ OF_OPTIMIZERS = {
                                      "wanted a power of two, at most 4096"),
     "an incomplete block": Advice(lambda m: _in_blocks(100, AdamW8bit), "give this parameter to another optimizer",
                                   lambda m: _in_blocks(100, _in_blocks_but_one)),
+    "steps of DTensors": Advice(lambda m: _step_dtensors(first=True), r"optimizer of model.parameters\(\) afterwards",
+                                lambda m: _step_dtensors(first=False)),
     "state of other shapes": Advice(_load_pieces, r"load_optimizer_state_dict\(model, optimizer, state\)"),
 }  # fmt: skip
 
@@ -205,27 +222,6 @@ def test_the_advice_of_refusals_works(context: RankContext, of: str) -> None:
                 advice.refused(StreamShard(Stack(), precision=FP32))
             if advice.advised is not None:
                 advice.advised(StreamShard(Stack(), precision=FP32))
-
-
-@on_ranks(1)
-def test_an_optimizer_that_has_stepped_dtensors_is_made_again(context: RankContext) -> None:
-    """Accelerate's `prepare` may get it before the model is sharded."""
-    world = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    for has_stepped in (True, False):
-        model: Any = parallelize_module(Stack(), world["tp"], {"head": RowwiseParallel()})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if has_stepped:
-            _loss(model).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        sharded: Any = StreamShard(model, mesh=world["dp"], precision=FP32)
-        if has_stepped:
-            with pytest.raises(ShardingError, match=r"make the optimizer of model.parameters\(\) afterwards"):
-                follow_model(optimizer)
-            optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
-        follow_model(optimizer)
-        _loss(sharded).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
 
 
 class _Experts(RoutedStack):
