@@ -58,10 +58,10 @@ def _step(*optimizers: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
-def step_in_hooks(model: nn.Module) -> None:
+def step_in_hooks(model: nn.Module) -> list[Any]:
+    """Returns the hooks."""
     optimizers = _one_each(model)
-    for param in optimizers:
-        param.register_post_accumulate_grad_hook(lambda param: _step(optimizers[param]))
+    return [param.register_post_accumulate_grad_hook(lambda param: _step(optimizers[param])) for param in optimizers]
 
 
 def step_behind(model: nn.Module) -> Callable[[], None]:

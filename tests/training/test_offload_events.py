@@ -21,6 +21,7 @@ import streamshard
 from streamshard import StreamShard
 from streamshard.core import late_step
 from tests.models import Stack, vector_batch
+from tests.optim.test_step_in_backward import step_in_hooks
 from tests.ranks import RankContext, on_ranks
 from tests.reference import EXACT, FP32, adamw, assert_same, built, full_grads, full_weights
 from tests.scenarios import OFFLOAD, RESIDENT
@@ -225,13 +226,7 @@ def _graph_kept(run: Run) -> Any:
 
 def _step_in_backward(run: Run) -> None:
     """One optimizer for each parameter steps in a hook, and clears the gradient."""
-    optimizers = {param: adamw(nn.ParameterList([param])) for param in run.params}
-
-    def step(param: nn.Parameter) -> None:
-        optimizers[param].step()
-        optimizers[param].zero_grad()
-
-    hooks = [param.register_post_accumulate_grad_hook(step) for param in optimizers]
+    hooks = step_in_hooks(run.model)
     for _ in range(3):
         run.loss().backward()
     for hook in hooks:

@@ -21,6 +21,7 @@ from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamNa
 from streamshard.core import graph_hooks
 from streamshard.errors import ShardingError
 from tests.models import DIM, vector_batch
+from tests.optim.test_step_in_backward import step_in_hooks
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
@@ -295,9 +296,7 @@ def test_hooks_step_behind_reductions_that_another_stream_waits_for(context: Ran
                 need(*args)
 
         model = sharded("unequal layers", BF16)
-        for param in model.parameters():
-            optimizer = torch.optim.SGD([param], lr=0.01)
-            param.register_post_accumulate_grad_hook(lambda _, each=optimizer: (each.step(), each.zero_grad()))
+        step_in_hooks(model)
         with checker.of(model), mock.patch.object(graph_hooks, "need_weights", need_aside):
             for number in range(2):
                 stack_step(model, context.call(number))
