@@ -18,17 +18,14 @@ def _load(tokens: int = 65536, micro_batches: int = 1, used: float = P, *, is_ch
     return Load(used, used, 0, 0, 1, tokens, micro_batches, is_checkpointed)
 
 
-def _shared(ranks: int) -> HostBytes:
-    return HostBytes(P // ranks, 2 * P // ranks, 0, 2 * P // ranks, 2 * P // ranks)
-
-
 @pytest.mark.parametrize(
     ("machine", "ranks", "least", "most"),
     [("pcie5", 1, 64_000, 70_000), ("pcie5x8", 8, 13_000, 15_000), ("gh200", 1, 17_000, 19_000)],
 )
 def test_a_step_hides_beside_one_forward_from_so_many_tokens(machine: str, ranks: int, least: int, most: int) -> None:
     """16 bytes in over one H100's link, 30 in the host memory of 8 ranks, 30 in the host memory of a GH200."""
-    told = predict(_shared(ranks), _load(), MACHINES[machine])
+    own = P // ranks
+    told = predict(HostBytes(own, 2 * own, 0, 2 * own, 2 * own), _load(), MACHINES[machine])
     assert least <= told.hidden_tokens <= most
     assert told.hidden_tokens == pytest.approx(told.passes[0].hidden_tokens, abs=1)
 

@@ -172,15 +172,11 @@ def sent_in_last(model: Any, step: Callable[[], object], steps: int = 3) -> int:
     return sent.sent_bytes
 
 
-def _half_frozen() -> nn.Module:
-    return half_frozen(TinyConfig(depth=6))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("settings", [{}, {"offload": "state"}])
 def test_a_step_sends_what_the_plan_says(context: RankContext, settings: dict[str, Any]) -> None:
     models: tuple[tuple[Callable[[], nn.Module], Any], ...] = (
-        (_half_frozen, lm_step),
+        (functools.partial(half_frozen, TinyConfig(depth=6)), lm_step),
         (lambda: TinyLM(TinyConfig(vocabulary=160, depth=6)), lm_step),
         (Stack, stack_step),
         (lambda: nn.Sequential(*(Layer(DIM) for _ in range(5))), stack_step),  # nothing in the root unit

@@ -366,10 +366,6 @@ def _checkpointed_in_turn(model: Any, call: Call) -> Tensor:
     return stack_step(model, call)
 
 
-def _smaller_than_ranks() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 1), *(Layer(1, 1, bias=False) for _ in range(3)), nn.LayerNorm(1))
-
-
 class WeightShared(Stack):
     """Layers 0 and 3 have the same weight, layers 1 and 2 the same linear layer."""
 
@@ -390,7 +386,9 @@ LAYERS: dict[str, Program] = {
         f"outputs of earlier layers, {way}": Program(functools.partial(Chain, way), _checkpointed_in_turn)
         for way in ("returned", "object", "dropped")
     },
-    "layers smaller than the number of ranks": Program(_smaller_than_ranks),
+    "layers smaller than the number of ranks": Program(
+        lambda: nn.Sequential(nn.Linear(16, 1), *(Layer(1, 1, bias=False) for _ in range(3)), nn.LayerNorm(1))
+    ),
     "a weight of two layers": Program(WeightShared),
 }
 
