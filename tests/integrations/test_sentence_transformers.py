@@ -17,9 +17,9 @@ from streamshard import CheckpointError, StreamShard
 from tests.families import _LAYERS, _STEADY, _make
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_texts, make_tokenizer
-from tests.integrations.trainers import and_sharded, assert_equal, launched, train, whole_weights
+from tests.integrations.trainers import and_sharded, assert_equal, launched, train
 from tests.ranks import RankContext
-from tests.reference import FP32, Tolerance, assert_same
+from tests.reference import FP32, Tolerance, assert_same, full_weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # one of its own modules imports another by an old name
@@ -121,7 +121,7 @@ def test_what_its_scripts_do_equals_ddp(context: RankContext, build: Any, tmp_pa
             if isinstance(model, StreamShard) or context.rank == 0:
                 model.save_pretrained(str(out / "final"), create_model_card=False)
             dist.barrier()
-            found.append(whole_weights(type(model)(str(out / "final"), device="cpu")))
+            found.append(full_weights(type(model)(str(out / "final"), device="cpu")))
     theirs, ours = runs
     assert isinstance(ours.trainer.model, StreamShard)
     assert_equal(ours, theirs)

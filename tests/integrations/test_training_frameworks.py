@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard.errors import ConfigError
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows, make_tokenizer
-from tests.integrations.trainers import assert_equal, launched, train, whole_weights
+from tests.integrations.trainers import assert_equal, launched, train
 from tests.ranks import RankContext
-from tests.reference import assert_same, engine_inside
+from tests.reference import assert_same, engine_inside, full_weights
 
 
 class _Config(dict[str, Any]):
@@ -85,7 +85,7 @@ def test_axolotls_plugin_trains_as_ddp_and_saves_when_rank_0_alone_saves(context
             model.save_pretrained(config.output_dir)
         plugin.post_train(config, model)
     saved = type(make_model("llama")).from_pretrained(config.output_dir)
-    assert_same(saved.state_dict(), whole_weights(model), "saved weights")
+    assert_same(saved.state_dict(), full_weights(model), "saved weights")
 
 
 @on_ranks(2)
@@ -147,7 +147,7 @@ def test_llamafactorys_backend_trains_as_ddp_and_continues(context: RankContext,
     assert engine_inside(model).plan.keeps_weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.testing.assert_close(_steps(model, optimizer, context.rank, 4), wanted, rtol=1e-4, atol=1e-6)
-    assert_same(whole_weights(model), whole.module.state_dict(), "weights")
+    assert_same(full_weights(model), whole.module.state_dict(), "weights")
 
     options = {"processor": make_tokenizer(), "save_ckpt_as_hf": True}
     StreamShardBackend.save_checkpoint(model, optimizer, str(tmp_path / "checkpoint"), **options)

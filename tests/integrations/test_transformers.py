@@ -21,17 +21,9 @@ from streamshard.comm.communicator import Communicator
 from streamshard.optim import WholeParameterOptimizer
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows
-from tests.integrations.trainers import (
-    and_sharded,
-    arguments_of,
-    assert_equal,
-    launched,
-    run_example,
-    train,
-    whole_weights,
-)
+from tests.integrations.trainers import and_sharded, arguments_of, assert_equal, launched, run_example, train
 from tests.ranks import RankContext, RankPool
-from tests.reference import assert_same, case, engine_inside
+from tests.reference import assert_same, case, engine_inside, full_weights
 
 _SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 
@@ -174,7 +166,7 @@ def test_the_best_model_is_loaded_at_the_end(context: RankContext, tmp_path: Pat
     assert {path.name for path in best.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     fresh = StreamShard(make_model("llama-tied"), precision="fp32")
     load_safetensors(fresh, first / "final")
-    assert_same(whole_weights(fresh), ours.weights, "what is saved at the end")
+    assert_same(full_weights(fresh), ours.weights, "what is saved at the end")
 
 
 @on_ranks(2)
@@ -228,7 +220,7 @@ def test_a_whole_state_dict_is_saved_without_the_other_ranks(context: RankContex
                     save(str(tmp_path / name), dict(state))
             dist.barrier()
             load_safetensors(model, tmp_path / name)
-            assert_same(whole_weights(model), state, name)
+            assert_same(full_weights(model), state, name)
         pieces = {key: value.cpu() for key, value in model.state_dict().items()}
         if context.rank == 0:  # the rank that would save them raises, and the earlier save stays
             for refusing in (trainer._save, model.save_pretrained):

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from streamshard import StreamShard
 from tests.integrations import accelerating
 from tests.ranks import RankContext
+from tests.reference import full_weights
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def train(
         {name: value for name, value in entry.items() if not name.endswith(_TIMES)}
         for entry in trainer.state.log_history
     ]
-    return Run(history, whole_weights(trainer.model), trainer)
+    return Run(history, full_weights(trainer.model), trainer)
 
 
 _TIMES = (
@@ -120,13 +120,6 @@ _TIMES = (
     "per_rank",
     "memory_bytes",
 )
-
-
-def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies, on every rank, in CPU memory."""
-    if isinstance(model, StreamShard):
-        return StreamShard.full_state_dict(model, rank0_only=False)
-    return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
 
 def assert_equal(
