@@ -153,13 +153,6 @@ def test_gradients_that_hooks_keep_are_added_to(context: RankContext) -> None:
 @on_ranks(2)
 def test_gradients_in_two_parts_raise_behind_a_hook(context: RankContext) -> None:
     """A hook has stepped before a reentrant checkpoint of the forward before makes the second part."""
-
-    def train(model: Any, after: Callable[[], None] = lambda: None) -> dict[str, Tensor]:
-        for number in range(2):
-            SCENARIOS["two forwards"].step(model, context.call(number))
-            after()
-        return full_weights(model)
-
     model = sharded_model(lambda: RoutedStack(reentrant=True))
     step_in_hooks(model)
     x = [vector_batch(number, context.rank).requires_grad_() for number in range(2)]
@@ -168,7 +161,8 @@ def test_gradients_in_two_parts_raise_behind_a_hook(context: RankContext) -> Non
     (model(x[0]).square().mean()).backward()
     behind, model = (sharded_model(lambda: RoutedStack(reentrant=False)) for _ in range(2))
     step_in_hooks(model)
-    assert_same(train(model), train(behind, step_behind(behind)), "weights", EXACT)
+    wanted = run(behind, "two forwards", context, step_behind(behind))
+    assert_same(run(model, "two forwards", context), wanted, "weights", EXACT)
 
 
 @on_ranks(4)
