@@ -116,6 +116,15 @@ def _conditioned(model: Any, x: Tensor) -> Tensor:
     return _run(model.layers, x, lambda layer, x: layer(x) - 0.1 * given)
 
 
+def _self_conditioned(model: Any, x: Tensor, at_times: bool = False) -> Tensor:
+    """The whole model runs without gradients before, in each micro-batch or in every second one by chance."""
+    if at_times and _number(x) % 2:
+        return _run(model.layers, x)
+    with torch.no_grad():
+        given = _run(model.layers, x)
+    return _run(model.layers, x + given)
+
+
 def _attributed(model: Any, x: Tensor) -> Tensor:
     if not hasattr(model, "mask"):
         model.mask = x.mean(1, keepdim=True).sign()
@@ -143,6 +152,8 @@ _noisy = _of(lambda model, x: _run(model.layers, x, lambda layer, x: F.dropout(l
 MODELS = {
     "skips": _Way(_of(_skips)),
     "twice": _Way(_twice),
+    "self-conditioning": _Way(_of(_self_conditioned)),
+    "self-conditioning at times": _Way(_of(lambda m, x: _self_conditioned(m, x, at_times=True))),
     "scaled": _Way(_of(lambda m, x: _run(m.layers, x, lambda layer, x: layer(x) * m.scale), _Parts)),
     "scaled before and behind": _Way(_of(_around, _Parts)),
     "routed": _Way(_of(_routed)),

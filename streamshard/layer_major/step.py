@@ -74,6 +74,22 @@ class _Backward(Backward):
         """See `Backward`. Nothing of autograd's outlives its calls."""
         return None if self.is_over else self
 
+    def come_to(self, unit: Unit) -> None:
+        """The visits before the last one of `unit` are over: no micro-batch of this rank comes to it again.
+
+        Nodes say so too, if a micro-batch has made some there, and comes as often to the unit as other ranks.
+        """
+        schedule = self._schedule
+        if not unit.is_streamed or unit.index not in schedule.visits:
+            return
+        last = len(schedule.visits) - 1 - schedule.visits[::-1].index(unit.index)
+        if last > schedule.position or schedule.current != unit.index:
+            for other in self._engine.units[1:]:
+                if other.is_bound and other is not unit:
+                    other.release()
+            schedule.current = unit.index
+            self._engine.issue(schedule.advance_to(last))
+
     def end_turn(self) -> None:
         """All micro-batches are through the last unit: reduce it, if it is resident."""
         if self.resident[:1] == [self._last]:
@@ -203,6 +219,9 @@ class LayerMajorStep:
             first_of = {visit.unit: place for place, visit in reversed(list(enumerate(self._visits)))}
             for place, visit in reversed(list(enumerate(self._visits))):
                 closing = visit.unit if first_of[visit.unit] == place else None  # no micro-batch comes to it again
+                # Else gradients of another unit, which is not reduced yet, may have the slot of sums.
+                if closing is not None:
+                    backward.come_to(closing)
                 for micro_batch in visit.micro_batches:
                     if visit is turn:
                         self._resume(micro_batch)
