@@ -178,14 +178,9 @@ def test_a_run_goes_on_from_a_checkpoint_on_a_gpu(context: RankContext, tmp_path
         return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def train(model: Any, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
-        losses = []
-        for number in range(first, first + 2):
-            loss = model(vector_batch(number, context.rank).to(context.device)).square().sum()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        return [*losses, float(torch.rand((), device=context.device))]
+        losses = list[Tensor]()
+        train_stack(model, optimizer, context, first=first, steps=2, step=lambda *now: losses.append(stack_step(*now)))
+        return [*map(float, losses), float(torch.rand((), device=context.device))]
 
     run, other = make(0), make(1)
     train(*run, 0)
