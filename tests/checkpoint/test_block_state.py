@@ -10,20 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from streamshard import (
-    StreamShard,
-    full_optimizer_state_dict,
-    load_checkpoint,
-    load_optimizer_state_dict,
-    save_checkpoint,
-)
+from streamshard import full_optimizer_state_dict, load_checkpoint, load_optimizer_state_dict, save_checkpoint
 from streamshard.checkpoint.block_state import take_apart
 from streamshard.checkpoint.dcp import to_dcp
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, assert_same, built, full_weights, sharded_model
+from tests.reference import EXACT, assert_same, built, full_weights, sharded_model
 
 torchao: Any = pytest.importorskip("torchao.optim", reason="needs torchao: pip install streamshard[test]")
 
@@ -173,7 +167,7 @@ def test_state_that_would_be_in_blocks_on_some_ranks_alone_is_refused_at_the_fir
         (100, {}, r"AdamW8bit keeps fp32 state .*'layers.0.linear.weight' \(6400 elements\).*\[4096, 2304\]"),
         (128, {"block_size": 192}, "AdamW8bit with block_size=192: wanted a power of two"),
     ):
-        model = StreamShard(Stack((64, width, width)), precision=FP32, align_pieces_to=4096)
+        model = sharded_model(lambda width=width: Stack((64, width, width)), align_pieces_to=4096)
         optimizer = torchao.AdamW8bit(model.parameters(), **options)
         model(vector_batch(0, 0, dim=64)).sum().backward()
         with pytest.raises(ShardingError, match=message):

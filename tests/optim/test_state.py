@@ -14,30 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_with_path
 
-from streamshard import (
-    StreamShard,
-    full_optimizer_state_dict,
-    load_checkpoint,
-    load_optimizer_state_dict,
-    save_checkpoint,
-)
+from streamshard import full_optimizer_state_dict, load_checkpoint, load_optimizer_state_dict, save_checkpoint
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
 from tests.models import Stack
 from tests.optim.test_optimizers import OPTIMIZERS, _two_groups
 from tests.optim.test_whole_parameters import Mixed, _adafactor, _muon_and_adamw, muon_in_fp32, whole
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    NEAR,
-    assert_same,
-    assert_same_state,
-    built,
-    full_weights,
-    sharded_model,
-    train_stack,
-)
+from tests.reference import EXACT, NEAR, assert_same, assert_same_state, built, full_weights, sharded_model, train_stack
 
 
 def assert_near_state(found: Any, wanted: Any) -> None:
@@ -252,7 +236,7 @@ def test_state_from_before_sharding_is_taken_over(context: RankContext, name: st
         theirs, ours = (_two_groups(name)(each) for each in (plain, model))
     for each, optimizer in ((plain, theirs), (model, ours)):
         train_stack(each, optimizer)
-    model = StreamShard(model, precision=FP32)
+    model = sharded_model(lambda: model)
     for each, optimizer in ((plain, theirs), (model, ours)):
         train_stack(each, optimizer, first=3)
     assert_same(full_weights(model), dict(plain.state_dict()), "weights", NEAR)

@@ -16,19 +16,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import (
-    StreamShard,
-    full_optimizer_state_dict,
-    load_checkpoint,
-    load_optimizer_state_dict,
-    save_checkpoint,
-)
+from streamshard import full_optimizer_state_dict, load_checkpoint, load_optimizer_state_dict, save_checkpoint
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     EXACT,
-    FP32,
     Trouble,
     adamw,
     assert_same,
@@ -60,7 +53,7 @@ class Placed(Stack):
 def test_the_device_of_a_model_is_where_it_computes(context: RankContext) -> None:
     """Its class has a property `device`; so may that of a model inside."""
     with device_of(context):
-        model: Any = StreamShard(built(lambda: nn.Sequential(Placed())), precision=FP32, **OFFLOAD)
+        model: Any = sharded_model(lambda: nn.Sequential(Placed()), **OFFLOAD)
         alone = sharded_model(Placed, **RESIDENT)
         host = engine_inside(model).host
         assert host is not None
@@ -71,7 +64,7 @@ def test_the_device_of_a_model_is_where_it_computes(context: RankContext) -> Non
 
 def _generated(context: RankContext, **settings: Any) -> dict[str, Tensor]:
     """What a model that has trained generates and computes from inputs in different places."""
-    model: Any = StreamShard(make_model("llama").to(context.device), precision=FP32, **settings)
+    model: Any = sharded_model(lambda: make_model("llama").to(context.device), **settings)
     optimizer, tokens = adamw(model), torch.arange(2, 12).view(2, 5) + context.rank
     for _ in range(2):
         model(tokens.to(model.device), labels=tokens.to(model.device)).loss.backward()
@@ -119,7 +112,7 @@ def test_the_host_does_not_wait_until_inputs_are_on_the_device(context: RankCont
 def _averaged(context: RankContext, ours: dict[str, Any], theirs: dict[str, Any], **function: Any) -> dict[str, Tensor]:
     """The average of a model that trains with `ours`, in a model with `theirs`."""
     run, average = Run(context, ours), AveragedModel(built().to(context.device).requires_grad_(False), **function)
-    StreamShard(average.module, precision=FP32, **theirs)
+    sharded_model(lambda: average.module, **theirs)
     for _ in range(3):
         run.step()
         average.update_parameters(run.model)
