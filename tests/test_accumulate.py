@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -125,6 +126,12 @@ def _self_conditioned(model: Any, x: Tensor, at_times: bool = False) -> Tensor:
     return _run(model.layers, x + given)
 
 
+def _dropping_layers(model: Any, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x) if random.random() + np.random.rand() < 1.4 else x
+    return x
+
+
 def _attributed(model: Any, x: Tensor) -> Tensor:
     if not hasattr(model, "mask"):
         model.mask = x.mean(1, keepdim=True).sign()
@@ -152,6 +159,7 @@ _noisy = _of(lambda model, x: _run(model.layers, x, lambda layer, x: F.dropout(l
 MODELS = {
     "skips": _Way(_of(_skips)),
     "twice": _Way(_twice),
+    "layers dropped by numbers of Python and NumPy": _Way(_of(_dropping_layers)),
     "self-conditioning": _Way(_of(_self_conditioned)),
     "self-conditioning at times": _Way(_of(lambda m, x: _self_conditioned(m, x, at_times=True))),
     "scaled": _Way(_of(lambda m, x: _run(m.layers, x, lambda layer, x: layer(x) * m.scale), _Parts)),
@@ -181,7 +189,8 @@ ALONE = ("scaled", "attributes", "a checkpoint around two layers", "a layer with
 
 def _loss(model: Any, micro_batch: tuple[int, int]) -> Tensor:
     step, number = micro_batch
-    torch.manual_seed(100 * step + number)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(100 * step + number)  # type: ignore[operator]
     x = vector_batch(step, number, rows=3 + number % 3).to(next(model.parameters()).device)
     return (model(x).float() - x.cumsum(0)).square().mean() / 4
 

@@ -9,7 +9,11 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import random
+import sys
 from collections.abc import MutableMapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +22,14 @@ from torch import nn
 from streamshard.core.module_state import handle_of
 from streamshard.device import generators_of, has_streams, module_of
 from streamshard.torch_private import THREAD_STACKS
+
+_PYTHON = SimpleNamespace(get_state=random.getstate, set_state=random.setstate)
+
+
+def _generators(device: torch.device) -> list[Any]:
+    """The random number generators of the host and of the device, Python's, and NumPy's if it is imported."""
+    numpy = sys.modules.get("numpy")
+    return [*generators_of(device), _PYTHON, *([] if numpy is None else [numpy.random])]
 
 
 class ThreadState(NamedTuple):
@@ -28,7 +40,7 @@ class ThreadState(NamedTuple):
         autocast: for each kind of device, whether autocast is enabled, and its dtype.
         stacks: the saved-tensor hooks, modes of functions and modes of dispatch that are entered, innermost last.
         device: of the model.
-        random: states of the random number generators of the host and of the device.
+        random: states of the `_generators`.
         stream: the device's current one; None on the CPU.
     """
 
@@ -36,7 +48,7 @@ class ThreadState(NamedTuple):
     autocast: dict[str, tuple[bool, torch.dtype]]
     stacks: tuple[list[Any], ...]
     device: torch.device
-    random: list[torch.Tensor]
+    random: list[Any]
     stream: Any
 
     def put(self) -> None:
@@ -49,7 +61,7 @@ class ThreadState(NamedTuple):
         for stack, entries in zip(THREAD_STACKS, self.stacks, strict=True):
             for entry in entries:
                 stack.push(entry)
-        for generator, state in zip(generators_of(self.device), self.random, strict=True):
+        for generator, state in zip(_generators(self.device), self.random, strict=False):  # NumPy may have come since
             generator.set_state(state)
         if self.stream is not None:
             module_of(self.device).set_stream(self.stream)
@@ -60,19 +72,25 @@ def take_state(device: torch.device) -> ThreadState:
     kinds = dict.fromkeys(("cpu", device.type))
     autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
     stacks = tuple(stack.take() for stack in THREAD_STACKS)
-    random = [generator.get_state() for generator in generators_of(device)]
+    numbers = [generator.get_state() for generator in _generators(device)]
     stream = module_of(device).current_stream(device) if has_streams(device) else None
-    return ThreadState(torch.is_grad_enabled(), autocast, stacks, device, random, stream)
+    return ThreadState(torch.is_grad_enabled(), autocast, stacks, device, numbers, stream)
 
 
 def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
     """`count` states with different random numbers. The first is `state` itself."""
-    told = b"".join(each.numpy().tobytes() for each in state.random)  # a forward advances one of them, or none
+    # A forward advances one of them, or none.
+    told = b"".join(
+        each.numpy().tobytes() if isinstance(each, torch.Tensor) else pickle.dumps(each) for each in state.random
+    )
     seeds = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big"))
     states = [state]
     for seed in torch.randint(2**62, (count - 1,), generator=seeds, device="cpu").tolist():
         fresh = [torch.Generator(generator.device).manual_seed(seed) for generator in generators_of(state.device)]
-        states.append(state._replace(random=[generator.get_state() for generator in fresh]))
+        numbers: list[Any] = [*(generator.get_state() for generator in fresh), random.Random(seed).getstate()]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numbers.append(numpy.random.RandomState(seed % 2**32).get_state())
+        states.append(state._replace(random=numbers))
     return states
 
 
