@@ -235,7 +235,8 @@ def _common(func: Callable[..., Any], values: tuple[Any, ...]) -> Piece | None:
             if tensor.requires_grad and torch.is_grad_enabled():
                 refuse(func, first, "The other number needs a gradient, which no rank has in full: detach() it")
         elif not first.piece.takes(tensor):
-            made = "make an average of weights after sharding. " * (tensor.shape == first.piece.shape) + _MADE
+            average = "make an average of weights after sharding, or shard the averaged model too. "
+            made = average * (tensor.shape == first.piece.shape) + _MADE
             refuse(func, first, f"The other tensor, {tuple(tensor.shape)}, is no piece of the same elements: {made}")
     return first.piece
 

@@ -58,10 +58,9 @@ def modules_of(root: nn.Module, *, remove_duplicate: bool = True) -> list[tuple[
             continue
         seen.add(module)
         found.append((prefix, module))
-        if children := module._modules:
-            waiting += [
-                (join_names(prefix, key), child) for key in reversed(children) if (child := children[key]) is not None
-            ]
+        if children := module._modules:  # TorchScript's is no dict, and cannot be reversed
+            inside = [(join_names(prefix, key), child) for key, child in children.items() if child is not None]
+            waiting += reversed(inside)
     return found
 
 
