@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import weakref
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard
 from streamshard.comm.streams import Collective
+from streamshard.errors import log
 from tests.models import DIM, Calling, Layer, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
@@ -571,6 +573,17 @@ def test_losses_and_micro_batches_that_accumulation_cannot_run_are_refused(conte
         model.accumulate([scale * vector_batch(1, number) for number in range(2)], lambda model, x: model(x).sum())
     model.accumulate(range(2), lambda model, number: model(scale * vector_batch(1, number)).sum())
     assert scale.grad is not None and scale.grad != 0.0
+
+
+@on_ranks(1)
+def test_an_error_of_the_models_own_says_that_a_loop_may_run(context: RankContext) -> None:
+    """Torch's for a reentrant checkpoint in a layer, for one."""
+    model: Any = _model_after()
+    model.layers[1].forward = functools.partial(checkpoint, model.layers[1].forward, use_reentrant=True)
+    with mock.patch.object(log, "error") as told, pytest.raises(RuntimeError, match="use_reentrant"):
+        _accumulate(model, [(1, 0), (1, 1)])
+    assert "if a loop with loss.backward() runs" in told.call_args.args[0]
+    _loop(model, [(1, 0), (1, 1)])
 
 
 @on_ranks(2)

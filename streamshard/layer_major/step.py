@@ -22,6 +22,7 @@ from streamshard.core.backward import Backward
 from streamshard.core.engine import Engine, Graph
 from streamshard.core.forward import begin_forward
 from streamshard.core.unit import Unit
+from streamshard.errors import StreamShardError, log
 from streamshard.layer_major.micro_batch import MicroBatch, new_greenlets, refuse_pause
 from streamshard.layer_major.own_state import Attributes, take_state, with_other_numbers
 from streamshard.layer_major.sums import Sums
@@ -142,6 +143,10 @@ class LayerMajorStep:
         try:
             with torch.no_grad():  # each forward has its own state
                 self._run_backward(self._run_forward())
+        except Exception as error:
+            if not isinstance(error, StreamShardError):  # which names the loop, where it helps
+                log.error("model.accumulate ran micro-batches in turns: if a loop with loss.backward() runs, use that")
+            raise
         finally:
             self._sums.swap()
             self._engine.reductions.used.micro_batches = 1
