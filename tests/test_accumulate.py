@@ -467,6 +467,17 @@ class _Recording(Stack):
         return self.head(x) + sum(each.square().mean() for each in (*taken, *returned))
 
 
+class _Filled(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.zeros(DIM))
+
+
+def _filled(model: Any, x: Tensor) -> Tensor:
+    model.offset.copy_(x.detach().mean(0))
+    return _run(model.layers, x, lambda layer, x: layer(model.offset) + layer(x))
+
+
 def _reentrant(model: Any, x: Tensor) -> Tensor:
     x = model.layers[0](x)
     return _run(model.layers[1:], x, lambda layer, x: checkpoint(layer, x, use_reentrant=True))  # type: ignore[no-any-return]
@@ -493,6 +504,7 @@ REFUSED = {
         lambda: Calling(_ChangingLayer, lambda layer, x: layer(2.0 * x)), "'layers.1' changes its input in place"
     ),
     # Before a forward pauses in one: greenlets that end inside torch's C++ code corrupt memory.
+    "a buffer that all fill": _Refused(_of(_filled, _Filled), "gets a tensor that all micro-batches change in place"),
     "reentrant checkpoints": _Refused(_of(_reentrant), "'layers.1' is called inside a reentrant.*use_reentrant=False"),
     "a gradient through several layers": _Refused(_of(_differentiating), "inside loss_of goes through several layers"),
     "two calls": _Refused(Stack, "'layers.0' behind the layer that was the last one.*loop over", _twice_in_a_loss),

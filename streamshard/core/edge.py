@@ -121,7 +121,7 @@ def call_unit(
     engine, unit, micro_batch = handle.engine, handle.unit, handle.engine.micro_batch
     assert unit is not None
     if micro_batch is not None:
-        untraced(micro_batch.pause, unit)  # first: torch's state and the pass change meanwhile
+        untraced(micro_batch.pause, unit, (args, kwargs))  # first: torch's state and the pass change meanwhile
     phase = engine.phase  # another one after the pause
     if phase is None or not phase.is_current:  # called by itself, outside of the model's forward
         return call_pass(handle, module, lambda *a, **k: call_unit(handle, module, call, a, k), args, kwargs)

@@ -21,6 +21,7 @@ import contextlib
 import contextvars
 import importlib
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FrameType
@@ -44,6 +45,7 @@ _ACCUMULATE = "torch::autograd::AccumulateGrad"
 
 Edge = tuple[Any, int]  # a graph node, and the number of its input
 
+_version_of = operator.attrgetter("_version")
 _anchor = torch.zeros((), device="cpu", requires_grad=True)  # lets a cut have a node
 
 
@@ -154,14 +156,29 @@ class MicroBatch:
             self.state = take_state(self._device)
             outer.put()
 
-    def pause(self, unit: Unit) -> None:
-        """The forward is about to call a layer of `unit`: wait there, if another unit's segment runs."""
+    def pause(self, unit: Unit, given: Any) -> None:
+        """The forward is about to call a layer of `unit`: wait there, if another unit's segment runs.
+
+        Args:
+            unit: of the layer.
+            given: the layer's arguments.
+
+        Raises:
+            ShardingError: another micro-batch has changed one of them meanwhile.
+        """
         # Resident units stay in place: no other micro-batch has to come there first.
         if unit is self.unit or not (unit.is_streamed or unit is self._last):
             return
         _refuse_inside_function(unit)
+        tensors = [tensor for tensor in tensors_in(given) if not tensor.is_inference()]  # these have no version
+        versions = list(map(_version_of, tensors))
         self.unit = unit
         self._greenlet.parent.switch()
+        if versions != list(map(_version_of, tensors)):
+            raise ShardingError(
+                f"accumulate: {unit.name!r} gets a tensor that all micro-batches change in place (self.mask.copy_(...)): "
+                "it would see the last one's. Make a new tensor, or loop over micro-batches with loss.backward()"
+            )
 
     def end(self) -> None:
         """The step has failed: end the forward where it waits."""
