@@ -176,8 +176,8 @@ class MicroBatch:
         self._greenlet.parent.switch()
         if versions != list(map(_version_of, tensors)):
             raise ShardingError(
-                f"accumulate: {unit.name!r} gets a tensor that all micro-batches change in place (self.mask.copy_(...)): "
-                "it would see the last one's. Make a new tensor, or loop over micro-batches with loss.backward()"
+                f"accumulate: {unit.name!r} gets a tensor that all micro-batches change in place, as by mask.copy_: it "
+                "would see the last one's. Make a new tensor, or loop over micro-batches with loss.backward()"
             )
 
     def end(self) -> None:
