@@ -90,6 +90,7 @@ def _weight_slots(
             plan.weights.count(slot) > 1 or plan.grads_take_weight_slots and plan.is_streamed[plan.weights.index(slot)]
         )
         slots[slot] = WeightSlot(buffer, ranks.streams, f"weight slot {slot}", is_shared=is_shared)
+    # Visible, too: what is sent in another dtype than layers compute in is read there.
     wire_bytes = largest_of(plan.weights, [layout.flat_params[-1].wire.stop for layout in layouts])
     category = Category.WIRE_BUFFERS
     wires = {slot: ledger.allocate(category, size, torch.uint8, is_visible=True) for slot, size in wire_bytes.items()}

@@ -60,6 +60,7 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
                 param.unsharded.__dict__ = param.sharded.__dict__  # an attribute that the user sets on one is on both
         layer = "" if unit is engine.root_unit else type(found[unit.index].modules[0]).__name__
         unit.guard.ask = ask_for(engine_of, unit.index, layer)
+        # The root unit's weights are absent only while gradients have its slot.
         if unit is not engine.root_unit:
             unit.guard.set_present(False)
     for name, module in modules_of(root):

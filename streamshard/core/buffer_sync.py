@@ -76,6 +76,7 @@ class BufferSync:
     def sync(self, source: int) -> None:
         """Broadcast the persistent buffers of rank number `source` now. Collective."""
         try:
+            # All are found before the first is sent: an error in between would leave other ranks in a broadcast.
             buffers = {name: self._find(name, place) for name, place in self._state.items()}
         except ShardingError as error:
             self._ranks.fail(str(error))  # others are about to broadcast

@@ -104,6 +104,7 @@ def call_pass(
         error = caught
         raise
     finally:
+        # After an error too: other ranks wait for this one in the rest of the pass's collectives.
         graph = untraced(forward.finish, error)
         error = None  # its traceback refers to this frame, which would keep the forward's graph alive
     if graph is not None:
@@ -341,6 +342,7 @@ def read_weight(engine: Engine, unit: int, index: int) -> nn.Parameter:
     if phase is not None and (not owner.is_streamed or unit in engine.plan.ends):
         untraced(phase.read, owner)
     if engine.micro_batch is not None:
+        # Autograd would add gradients of several micro-batches in half precision, if they had one leaf.
         leaf: nn.Parameter = engine.micro_batch.leaves_of(owner)[index]
         return leaf
     unsharded: nn.Parameter = owner.params[index].unsharded
@@ -379,6 +381,7 @@ class OutsideParameters(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         """The unsharded parameter `key` inside a pass, the sharded one outside."""
+        # `nn.Module.__getattr__` comes here for each weight that code reads.
         engine = self._engine_of()
         place = self._places.get(self.get(key))  # `dict.get` does not come back here
         if place is not None and engine is not None and engine.current is not None:

@@ -132,6 +132,7 @@ class Changes:
     def find(self) -> Collection[bool]:
         """The kinds of weights that may have changed since the last call."""
         now: dict[bool, list[int]] = {}
+        # Else each `_version` would be a call of `ShardedTensor.__torch_function__`.
         with AsTensors():
             for flat in (flat for unit in self._units for flat in unit.flat_params):
                 now.setdefault(flat.kind.trains, []).extend(param.sharded._version for param in flat.params)
@@ -208,6 +209,7 @@ class Engine:
         self.progress = self.reductions.progress
         self.phase: Phase | None = None
         self.order = UnitOrder(self.plan.is_streamed)
+        # Any: `streamshard.integrations`, which sets it, lies above this package.
         self.inputs: Any = None
         self.ends: Ends | None = None
         self.tied: list[TiedHead] = []
@@ -314,6 +316,7 @@ class Engine:
         """
         self._changes.forget()
         for unit in self.units:
+            # State in host memory is cast by its own versions.
             unit.versions_cast = []
 
     def expire_slots(self) -> Collection[bool]:
@@ -326,6 +329,7 @@ class Engine:
         trusts_all = self.are_weights_current and not self.is_whole
         for unit in self.units:
             slot, kinds = unit.weight_slot, changed if trusts_all or unit.home is not None else _ALL_KINDS
+            # A unit without parameters counts as gathered for good, see `Unit.make_unsharded`.
             if slot.content != unit.index or not unit.params:  # another unit's weights stay
                 continue
             if any(flat.kind.trains in kinds for flat in unit.flat_params):

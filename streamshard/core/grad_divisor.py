@@ -38,6 +38,7 @@ class GradDivisor:
             if not isinstance(factor, int | float) or not 0.0 < factor < math.inf:
                 raise ConfigError(f"factor={factor!r}: wanted a positive, finite number, such as 1.0 for sums")
             held = [param.name for unit in self._units for param in unit.params if param.sharded.grad is not None]
+            # The same factor again is no change: gradients may be there.
             if held and factor / self._n_averaged != ranks.grad_divisor:
                 raise ConfigError(
                     f"parameter {held[0]!r} has a gradient, which was divided by another factor: call it before "
@@ -45,6 +46,7 @@ class GradDivisor:
                 )
             return factor
 
+        # Checked in the exchange: if one rank refuses, no rank changes its divisor.
         factors = set(ranks.gather_results("set the gradient divide factor", check, ConfigError))
         if len(factors) > 1:
             raise RankMismatchError(
@@ -58,10 +60,12 @@ class GradDivisor:
         self._ranks.grad_divisor = divisor
         for flat in (flat for unit in self._units for flat in unit.flat_params if flat.ranks is not self._ranks):
             # Of experts: for sums in a loss.
+            # `global_sum` multiplies it by their `n_parts`: the product is the one that all other parameters have.
             flat.ranks.grad_divisor = divisor * self._ranks.n_parts / flat.ranks.n_parts
 
     def scale_unreduced(self, factor: float) -> None:
         """Multiply gradients that wait for a later reduction in their slots. No backward runs."""
+        # The divisor of the later reduction divides these too: `factor` corrects what it would do to them.
         waiting = [unit for unit in self._units if factor != 1.0 and unit.grads.slot.content == unit.index]
         with torch.no_grad():
             for grads in (flat.grads for unit in waiting for flat in unit.trained):

@@ -271,6 +271,7 @@ class _Chunk:
             param.__dict__.update(part.entry.attributes)
             param.grad = grad
             groups[part.entry.group].append(param)
+            # One after the other, as without ``offload``: a product of factors would be rounded in another way.
             for factor in part.entry.factors:
                 grad.mul_(factor)
         state = dict(zip(params, self._states(moments), strict=True))
@@ -324,6 +325,7 @@ class _Chunk:
                     place.copy_(value.reshape(-1))
                 state[key] = self._moments.place_of(part.entry, key, value.dtype, self._host)
             if part.is_last:
+                # In place: the user's optimizer has this dict.
                 part.entry.state.clear()
                 part.entry.state.update(state)
         buffers = self._moments.buffers

@@ -46,6 +46,7 @@ class Handle(NamedTuple):
 
 def handle_of(module: nn.Module) -> Handle | None:
     """The handle of `module`; None if it has none."""
+    # Not by getattr, which wrappers such as PEFT's pass on to the model inside.
     handle = module.__dict__.get(HANDLE)
     return handle if isinstance(handle, Handle) else None
 

@@ -152,6 +152,7 @@ def _refuse_other_blocks(optimizer: Optimizer, name: str, least_numel: int) -> N
     if BLOCK_NUMEL % block_numel:
         raise ShardingError(f"{name} with block_size={block_numel}: wanted a power of two, at most {BLOCK_NUMEL}")
     for piece in filter(None, map(piece_of, params_in(optimizer.param_groups))):
+        # Of all ranks, not of this one alone: so all raise, or none.
         ranges = [piece.range_of(rank) for rank in range(piece.ranks.world_size)]
         if any(each.start % BLOCK_NUMEL for each in ranges):
             raise ShardingError(

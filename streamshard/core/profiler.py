@@ -45,6 +45,7 @@ class ProfilerNames(Observer):
     def close(self) -> None:
         """End all ranges, because an exception has ended the pass or the profiler is gone."""
         while self._open:
+            # The latest first: ranges of the profiler are nested.
             self._open.popitem()[1].__exit__(None, None, None)
 
     def on_event(self, part: StepPart, unit: int | None, *, begins: bool) -> None:
@@ -52,6 +53,7 @@ class ProfilerNames(Observer):
         if part is StepPart.BACKWARD:
             for key in [key for key in self._open if key[0] is part]:
                 self._open.pop(key).__exit__(None, None, None)
+        # None: it began before the profiler, or an exception has closed it.
         elif not begins and (begun := self._open.pop((part, unit), None)) is not None:
             begun.__exit__(None, None, None)
         if begins and unit is not None:

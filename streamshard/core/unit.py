@@ -34,6 +34,7 @@ from streamshard.guards.weights import WeightGuard, leaf_of
 from streamshard.planning.layout import UnitLayout
 from streamshard.torch_private import AsTensors
 
+# For `map`, which loops in C: each call of a layer asks all of its parameters.
 _main_grads_of = operator.attrgetter("main_grads")
 _versions_of, _trains_of = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 
