@@ -59,6 +59,7 @@ class PartialNorm(torch.Tensor):
             first = parts[0] if parts else None
             if isinstance(first, cls) and all(isinstance(part, cls) and part._adds_to(first) for part in parts):
                 if func is torch.Tensor.to:
+                    # ``to`` takes its arguments in many forms: the tensor that it makes has the device and dtype.
                     shown = func(*args, **kwargs)
                     if shown is first:
                         return first
@@ -67,6 +68,7 @@ class PartialNorm(torch.Tensor):
                 if func is torch.stack:
                     local = func([part.local for part in parts], *args[1:], **kwargs)
                     return cls.wrap(local, first.order, first.ranks, first.dtype, first.device)
+                # Only of one order a norm of norms is the norm of all elements, and needs one collective.
                 if func in NORMS and order_of(func, args, kwargs) == first.order:
                     local = torch.linalg.vector_norm(first.local, first.order)
                     return global_norm(local, first.order, first.ranks, dtype=kwargs.get("dtype") or first.dtype)
@@ -74,6 +76,7 @@ class PartialNorm(torch.Tensor):
         return func(*args, **kwargs)  # other arguments may be pieces
 
     def _adds_to(self, other: PartialNorm) -> bool:
+        # A norm that was read may have been written to since: a stack has to hold that number.
         return self._full is None and self.order == other.order and self.ranks.model_group is other.ranks.model_group
 
 

@@ -68,6 +68,7 @@ def refuse_other_inputs(ranks: Communicator, inputs: object) -> None:
     plain = [t for t in tensors_in(inputs) if not is_traceable_wrapper_subclass(t) and t.layout is torch.strided]
     told = [f"{tuple(t.shape)} {t.dtype} {sums_of_bits([t])}" for t in plain]
     first: dict[int, tuple[int, list[str]]] = {}
+    # Along an axis only: ranks of other axes have batches of their own.
     for rank, (axis, theirs) in enumerate(ranks.gather_objects("compare inputs", (ranks.axis, told))):
         number, wanted = first.setdefault(axis, (rank, theirs))
         if theirs != wanted:
@@ -93,6 +94,7 @@ class Members:
         self._params: list[tuple[str, dict[str, Any], tuple[Any, ...]]] = []
         self._children: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {}
         for name, module in modules_of(root):
+            # The objects are kept, not their ids: a freed parameter's id may be a new one's.
             if isinstance(module._parameters, dict):  # TorchScript's is none, and has no parameters
                 self._params.append((name, module._parameters, tuple(module._parameters.values())))
             self._children[name] = module._modules, tuple(module._modules.values())
@@ -107,6 +109,7 @@ class Members:
         for name, params, known in self._params:
             if len(params) != len(known) or not all(map(operator.is_, dict.values(params), known)):
                 changed = (key for key, param in params.items() if not any(param is old for old in known))
+                # There is none to name if a parameter was only removed.
                 _refuse_change("parameter", name, next(changed, ""))
         for name, (children, before) in self._children.items():
             if len(children) != len(before) or not all(map(operator.is_, children.values(), before)):

@@ -70,6 +70,7 @@ class Piece(NamedTuple):
     @property
     def is_whole(self) -> bool:
         """Whether the piece is the full tensor, and norms and sums need no other rank."""
+        # One rank in the shard group may still have a part of a DTensor only.
         return self.flat_param.is_whole and self.ranks.is_alone
 
     @property
@@ -130,6 +131,7 @@ class Piece(NamedTuple):
         """
         everyone, rank = range(self.ranks.world_size), self.ranks.rank
         sent = [_overlap(other.range_of(rank), self.range_of(each)) for each in everyone]
+        # By the layouts each rank knows what others send: no sizes are exchanged.
         received = [_overlap(other.range_of(each), self.range_of(rank)) for each in everyone]
         source = local.detach().to(self.ranks.streams.device).reshape(-1)  # it may lie in host memory
         result = source.new_empty(sum(received))

@@ -52,6 +52,7 @@ class ShardedParameter(ShardedTensor, nn.Parameter):
         So a backward through weights that were changed after its forward raises.
         """
         with AsTensors():
+            # A detached tensor shares the version counter; torch's own ``data`` gets a new one.
             return ShardedTensor.wrap(self.detach(), self.piece)
 
     @data.setter
@@ -113,6 +114,7 @@ def _class_of(kind: type) -> type:
     """
     if kind is nn.Parameter:
         return ShardedParameter
+    # Python looks into `kind` before torch.Tensor: its methods would win over those that pieces answer or refuse.
     own = {name for name in vars(kind) if not name.startswith("__") and hasattr(ShardedParameter, name)}
     entries: dict[str, Any] = {name: getattr(ShardedParameter, name) for name in own}
     entries["__tensor_flatten__"] = property()  # torch does not find the method: a piece consists of no other tensors
@@ -121,6 +123,7 @@ def _class_of(kind: type) -> type:
 
 def exchange(param: nn.Parameter, other: nn.Parameter, part: str) -> None:
     """Exchange the tensors of two Parameters, which stay the same objects; with `part`, see `Form`."""
+    # This leaves ``__dict__`` where it is, and the part with it.
     swap_tensor(param, other)
     mine, theirs = vars(param), vars(other)
     own, given = mine.pop(part, None), theirs.pop(part, None)
@@ -171,6 +174,7 @@ def grad_of(param: nn.Parameter) -> torch.Tensor:
 def keep_unreduced(param: nn.Parameter) -> None:
     """The gradient of `param` waits in its slot until `drop_unreduced`, which setting ``.grad`` calls too."""
     piece = cast(ShardedParameter, param).piece
+    # It needs no memory: `Life` refuses each use of its values, and `piece` answers for its shape.
     param.__dict__[_UNREDUCED] = ShardedTensor.wrap(torch.empty(0), piece.of_grad(), Life(_WHY_UNREDUCED))
 
 

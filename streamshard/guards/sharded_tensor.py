@@ -132,6 +132,7 @@ def _run(answer: _Answer, func: Callable[..., Any], args: Any, kwargs: Mapping[s
     """Answer a call. Inside, nothing calls __torch_function__ again."""
     tensors = [value for value in tensors_in((args, kwargs)) if isinstance(value, ShardedTensor)]
     for tensor in tensors:
+        # Shapes come from the piece, and are right whatever the memory holds by now.
         if tensor.why_unusable and answer is not _shape:
             tensor.refuse_unusable(name_of(func))
     on_host = [tensor for tensor in tensors if tensor.piece.is_on_host and tensor.piece.host is not None]
@@ -176,6 +177,7 @@ def _elementwise(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwa
         piece = _common(func, values)
         return _wrapped(func(*args, **kwargs), piece, values)
     lists = [value for value in args if isinstance(value, list | tuple)]
+    # Row by row: the lists hold many parameters, each cut at places of its own.
     rows = [_cut_alike(row) for row in zip(*lists, strict=True)]
     others = [value for value in args if not isinstance(value, list | tuple)]
     pieces = [_common(func, (*row, *others, *kwargs.values())) for row in rows]
@@ -273,6 +275,7 @@ def _number(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
         if func.__name__ == "__format__":
             return format(repr(tensor), *args[1:])
         refuse(func, tensor)
+    # The sum of no elements is 0, so the one rank with the number decides.
     own = tensor.piece.counted(tensor.as_subclass(torch.Tensor).detach().sum())
     return func(global_sum(own, tensor.piece.ranks), *args[1:], **kwargs)
 
@@ -334,6 +337,7 @@ def _reduce(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: 
         refuse(func, tensor)
     values = (local != 0 if is_logical else local.detach()).to(torch.promote_types(local.dtype, torch.float32))
     if not values.numel():
+        # A rank without elements takes part in the collective, and must not decide it.
         values = values.new_full((1,), -math.inf if largest else math.inf)
     found = global_extreme(values.amax() if largest else values.amin(), largest=largest, ranks=ranks)
     return found > 0 if is_logical else found.to(local.dtype)
@@ -443,4 +447,5 @@ def _look_up(func: Callable[..., Any]) -> _Answer | None:
     return _BY_FUNCTION.get(func) or _ANSWERS.get(name, other)
 
 
+# Once per function: optimizers and clipping ask each gradient in each step.
 _answer_to = functools.cache(functools.partial(untraced, _look_up))
