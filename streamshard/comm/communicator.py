@@ -78,9 +78,11 @@ class Communicator(RankGroup):
             self.n_parts, self.counts_copies, self.counts_parts = parts.size, parts.number == 0, parts.counts
             self.axis = parts.axis
             self._model_group_of, self._same_group_of = map(weak, others)
+        # CPU ranks begin with sockets: how much memory they would share is known only when units are planned.
         self.transport = _make_transport(self, "nccl" if streams.has_streams else "sockets")
         self.grad_divisor = float(self.world_size if parts is None else parts.model.size() // parts.size)
         if self.world_size > 1:
+            # NCCL would connect in the first collective. Of replicas this is an average, in autograd's thread.
             with self.waiting("the first meeting of a process group's ranks"):
                 self.transport.meet()
 
@@ -106,6 +108,7 @@ class Communicator(RankGroup):
         """
         self._levels = levels
         for each in levels:
+            # Their own logs end: with three, a wait and what came before it would be in different logs.
             each.recorder.leave()
             each.recorder = each.transport.recorder = self.recorder
             each._whole_of = weakref.ref(self)
@@ -228,6 +231,7 @@ class Communicator(RankGroup):
     def talk(self, action: str, kind: RecordKind) -> RankWait:
         """See `RankGroup.talk`."""
         self.refuse_in_hook()
+        # In gloo this rank copies nothing, and others may need its copies before they come there.
         with self.waiting(action):
             for each in (self, *self._levels):
                 each.transport.before_talk()
@@ -258,6 +262,7 @@ class Communicator(RankGroup):
     def close(self, *, users_too: bool = False) -> None:
         """See `RankGroup.close`. Ends the transport's waits too."""
         if (whole := self._whole_of()) is not None:
+            # Other ranks may wait for this one in any of the levels.
             whole.close(users_too=users_too)
             return
         for each in (self, *self._levels):
@@ -289,6 +294,7 @@ class PlannedRanks(Communicator):
         if transport not in ("nccl", "sockets", "shared-memory"):
             raise ConfigError(f"transport={transport!r}: wanted one of nccl, sockets, shared-memory")
         RankGroup.__init__(self, streams=Streams(torch.device("meta")))  # not Communicator's, which connects ranks
+        # `total_size` stays 1, so objects and broadcasts meet nobody.
         self.world_size, self.kind = world_size, transport
         self.transport = _make_transport(self, transport)
 

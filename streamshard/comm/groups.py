@@ -106,6 +106,7 @@ def groups_of(mesh: object) -> Groups:
     if mesh.get_coordinate() is None:
         raise ConfigError(f"mesh={mesh!r}: rank {dist.get_rank()} is not in it")
     shard = mesh.get_group(mesh.ndim - 1)
+    # One replica needs no averages, and no communicator for them.
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return Groups(shard, None, shard, device_type=mesh.device_type)
     if any(row != sorted(row) for row in mesh.mesh.tolist()):  # a process group sorts its ranks

@@ -81,6 +81,7 @@ class NcclTransport(Transport):
                 if accumulate:
                     out.add_(total, alpha=before / divisor)
                 else:
+                    # Copied first: in `total` the quotient would be rounded to 16 bits once more.
                     out.copy_(total).mul_(before / divisor)
         return None
 
@@ -97,6 +98,7 @@ class NcclTransport(Transport):
         for chunks, part in self._parts(reduction, staging.numel()):
             sent = staging.narrow(0, 0, chunks.numel())
             sent.view_as(chunks).copy_(chunks)
+            # To be added, a sum needs a place beside main grads; else it goes to main grads directly.
             total = sent.view_as(chunks)[self.rank] if reduction.accumulate else part
             self._wait(_reduce_scatter_single(self.group, total, sent, _SUM))
             part.add_(total, alpha=1.0 / divisor) if reduction.accumulate else part.mul_(1.0 / divisor)

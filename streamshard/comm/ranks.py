@@ -178,12 +178,14 @@ class RankGroup:
             nonlocal error
             if _failure_in(gathered) is None:
                 reply, error = _attempt(lambda: join(_loaded(gathered)))
+                # In the place of this rank's message: an error of `join` is reported as rank 0's.
                 gathered = [reply, *gathered[1:]]
             failure = _failure_in(gathered)
             return gathered[0] if failure is None else _ERROR + failure.encode()
 
         reply = self._meet(doing, sent, answer, with_replicas=with_replicas)
         _raise_failed(f"{doing} {at}".rstrip(), reply[1:].decode() if reply.startswith(_ERROR) else None, raises, error)
+        # A view: a slice of bytes copies them, and replies may be large.
         joined: _Joined = pickle.loads(memoryview(reply)[1:])
         return joined
 
@@ -244,6 +246,7 @@ class RankGroup:
         if self.failure is not None and isinstance(error, StreamShardError):  # a wait inside this one has ended so
             return
         if not isinstance(error, RuntimeError) or isinstance(error, (StreamShardError, *_OWN)):
+            # Other ranks get its text. Here the error itself goes on, with its own class.
             self.fail(f"{wait} ended with {type(error).__name__}: {error}")
             return
         self.abort()  # so that the others show their logs
@@ -293,6 +296,7 @@ def _answer_if_alike(gathered: Sequence[tuple[str, bytes]], answer: Callable[[li
 
 
 def _loaded(gathered: Sequence[bytes]) -> list[Any]:
+    # Each message once: in most exchanges all ranks send the same.
     results = {each: pickle.loads(memoryview(each)[1:]) for each in dict.fromkeys(gathered)}
     return [results[each] for each in gathered]
 

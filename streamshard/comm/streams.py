@@ -286,6 +286,7 @@ class Streams:
         self.module: Any = module_of(device) if has_streams(device) else None
         self.has_streams = self.module is not None
         self.observers: tuple[Observer, ...] = ()
+        # On the CPU one thread runs all streams: by this name the race detector tells whose an operation is.
         self.current = StreamName.COMPUTE
         self._raw = raw_stream_of(device)
         self._compute: tuple[Any, Any] = (None, None)  # the stream that was the current one last, behind its address
@@ -318,11 +319,13 @@ class Streams:
 
     def on_device_stream(self, stream: Any) -> AbstractContextManager[object]:
         """Run the body on `stream`, what `device_stream` has returned. The current stream does not wait for it."""
+        # On the CPU both are None, and there is no module to ask.
         is_current = stream == self.device_stream(StreamName.COMPUTE)
         return contextlib.nullcontext() if is_current else self.module.stream(stream)
 
     def keep(self, buffer: torch.Tensor) -> None:
         """Tell the allocator that our streams use `buffer`: its memory is reused only after their work is done."""
+        # An optimizer's numbers may lie on the CPU, whose allocator knows no streams.
         if self.module is not None and buffer.device.type == self.device.type:
             for stream in self._own.values():
                 buffer.record_stream(stream)
@@ -339,6 +342,7 @@ class Streams:
     @contextlib.contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
         """Add `observer` to the observers inside the context."""
+        # A new tuple: autograd's threads may be in a loop over the old one.
         self.observers = (*self.observers, observer)
         try:
             yield
@@ -369,6 +373,7 @@ class IssueLog:
     def __init__(self) -> None:
         self.count = 0
         self.digest = 0
+        # Unix time: other ranks read it, and monotonic clocks begin at another moment on each machine.
         self.time_s = self.waiting_since_s = time.time()
         self.waits: list[RankWait] = []
         self.failure: str | None = None
@@ -417,12 +422,14 @@ class RankWait:
 
     def __enter__(self) -> None:
         log = self._log
+        # Connections are closed by now: a backend's error would hide the first failure.
         if log.failure is not None:
             raise CommunicationError(f"{self} is not possible any more: {log.failure}")
         log.waits.append(self)
         log.waiting_since_s = time.time()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # Before `_end`, which may raise: the watchdog would look after a wait that is over.
         self._log.waits.pop()
         if error is not None:
             self._end(self, error)

@@ -227,6 +227,7 @@ class Transport(abc.ABC):
             kind: what the log records; None: no other rank takes part, or another transport logs it.
         """
         if kind is not None:
+            # The log is read with `FlightRecorder.names`, which has an entry per flat parameter, not per part.
             self.recorder.log.add(kind, (tag or 0) // self.parts)
         for observer in self.streams.observers:
             observer.on_collective(self.stream, what, tag, reads, writes)
@@ -317,6 +318,7 @@ def sum_in_rank_order(chunks: Sequence[torch.Tensor], out: torch.Tensor, *, accu
         accumulate: add to `out` instead of overwriting it; `out` is none of `chunks` then.
         divisor: N for the mean.
     """
+    # Each chunk is divided, not the sum: `out` may hold earlier quotients, to which chunks are added.
     share = 1.0 / divisor
     blocks: Iterable[Sequence[torch.Tensor]] = [(out, *chunks)]
     if out.is_cpu and out.numel() > _SUM_BLOCK:  # a block of `out` stays in the cache
