@@ -18,7 +18,7 @@ from streamshard.errors import CommunicationError, ShardingError
 from streamshard.planning.memory import Category
 from tests.models import DIM, TinyConfig, UsingLM, token_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import FP32, assert_trains_like_plain, case, engine_inside, lm_step, sharded_model
+from tests.reference import FP32, assert_trains_like_plain, case, engine_inside, full_weights, lm_step, sharded_model
 from tests.scenarios import over_sockets
 
 BOTH = {"embedding", "head"}
@@ -189,11 +189,20 @@ def test_a_view_that_an_evaluation_takes_before_the_blocks_raises(context: RankC
         model.kept = [model.head.weight.detach()[:16]]
         return 0.0
 
-    model = sharded_model(_reader)
-    _train(model, 3)
-    model.uses = {"first": keep, "head": lambda m, x: x @ m.kept[0].t()}
-    with torch.no_grad(), pytest.raises(ShardingError, match=r"'head.weight' .* resident=\['head'\]"):
-        model(token_batch(0, context.rank))
+    tokens = token_batch(0, context.rank)
+    for resident in ([], ["head"]):
+        model = sharded_model(_reader, resident=resident)
+        _train(model, 3)
+        full = full_weights(model)["head.weight"]
+        model.uses = {"first": keep, "head": lambda m, x: x @ m.kept[0].t()}
+        with torch.no_grad():
+            if not resident:
+                with pytest.raises(ShardingError, match=r"'head.weight' .* resident=\['head'\]"):
+                    model(tokens)
+                continue
+            found = model(tokens)
+            model.uses = {"head": lambda m, x, full=full: x @ full[:16].t()}
+            torch.testing.assert_close(found, model(tokens))
 
 
 class _Points(nn.Module):
