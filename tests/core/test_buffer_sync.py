@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -217,7 +218,7 @@ def test_state_that_ranks_cannot_share_raises_on_all(context: RankContext, chang
             model.table = torch.ones((1,) * (1 + context.rank))
 
     now = "is gone" if change == "gone" else "has another shape or dtype by now"
-    advice = r"gives it its shape, run one before.*model.register_buffer\('table', model.table, persistent=False\)"
+    advice = r"model.register_buffer\('table', model.table, persistent=False\)"
     names_it = context.rank or change == "differs"
     named = rf"'table' was \(16,\) torch.float32, and {now}.*{advice}"
     message = named if names_it else "rank 1 has failed: buffer 'table'"
@@ -226,6 +227,23 @@ def test_state_that_ranks_cannot_share_raises_on_all(context: RankContext, chang
     model(vector_batch(0, context.rank)).sum().backward()
     with pytest.raises(kind, match=message):
         model(vector_batch(1, context.rank)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_buffer_that_a_forward_gives_its_shape_needs_a_forward_before_sharding(context: RankContext) -> None:
+    def shape_it(model: Any, x: Tensor) -> None:
+        if model.table.numel() > 1:
+            model.table = torch.ones(1)
+
+    for runs_before in (True, False):  # a refusal ends the exchanges of all ranks
+        model: Any = Table(shape_it)
+        if runs_before:
+            model(vector_batch(0, context.rank))
+        model = StreamShard(model, precision=FP32)
+        refused = pytest.raises(ShardingError, match=r"run one before StreamShard\(model\)")
+        model(vector_batch(0, context.rank)).sum().backward()
+        with contextlib.nullcontext() if runs_before else refused:
+            model(vector_batch(1, context.rank)).sum().backward()
 
 
 @on_ranks(2)
