@@ -44,6 +44,7 @@ def accumulate(
                 "accumulate: a micro-batch has a tensor that was computed with gradients before the call: compute it "
                 "in loss_of, or loop over micro-batches with loss.backward()"
             )
+        # Not when the model is sharded: these slots are fp32, and most models never accumulate in this way.
         if engine.sums is None:
             engine.sums = Sums(engine)
         return LayerMajorStep(engine, engine.sums, Attributes(model), losses).run()
@@ -52,6 +53,7 @@ def accumulate(
         for loss_of_one in losses:
             loss = loss_of_one()
             loss.backward()
+            # With its graph it would keep the nodes of all micro-batches until the step ends.
             made.append(loss.detach())
     except BaseException:
         torch.nn.Module.zero_grad(model)  # as in later steps

@@ -273,6 +273,7 @@ class MicroBatch:
         # Unused: a look-up keeps the gradient of its output, and makes none of the weight.
         made = torch.autograd.grad(outputs, wanted, list(roots.values()), allow_unused=True)
         del roots  # their gradients are freed before others are added
+        # Not strict: `made` goes on with the gradients of leaves.
         for edge, grad in zip(inputs, made, strict=False):
             if grad is not None:
                 self._left[edge] = grad

@@ -83,7 +83,8 @@ def take_state(device: torch.device) -> ThreadState:
 
 def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
     """`count` states with different random numbers. The first is `state` itself."""
-    # A forward advances one of them, or none.
+    # Forwards begin together: in one state all would draw the same dropout masks. Derived from the state, numbers repeat
+    # with a run's seed. A forward advances one of the generators, or none.
     told = b"".join(
         each.numpy().tobytes() if isinstance(each, torch.Tensor) else pickle.dumps(each) for each in state.random
     )

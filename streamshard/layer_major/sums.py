@@ -44,11 +44,13 @@ class Sums:
     def _give_slot(self, engine: Engine, units: Sequence[Unit], name: str) -> None:
         ledger, scratches = engine.ledger, [_scratch_numels(unit) for unit in units]
         scratch = Scratch(4 * max(map(sum, scratches)), ledger, keeps_memory=False)
+        # Visible: CPU ranks of one machine sum gradients where each rank has them.
         buffer = ledger.allocate(Category.GRAD_SLOTS, 4 * max(map(_numel, units)), torch.uint8, is_visible=True)
         slot = GradSlot(buffer, None, engine.streams, scratch, name)
         whole, room = buffer.view(torch.float32), scratch.buffer.view(torch.float32)
         for unit, numels in zip(units, scratches, strict=True):
             sizes = [flat.layout.padded_numel for flat in unit.trained]
+            # Not strict: the last range, which larger units use, belongs to no flat parameter of this one.
             given = zip(unit.trained, whole.split([*sizes, len(whole) - sum(sizes)]), strict=False)
             parts = room.split([*numels, len(room) - sum(numels)])
             self._swaps.append((unit.grads, "slot", slot))
