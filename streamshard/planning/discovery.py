@@ -90,6 +90,7 @@ def find_units(
     """
     names = {module: name for name, module in modules_of(root)}
     order = {module: position for position, module in enumerate(names)}
+    # Empty means none here. For `units` it is a mistake, which `_select` refuses.
     wanted = dict.fromkeys(_select(resident, names, "resident") if resident not in ((), []) else ())
     chosen, towers = _detect_layers(root) if units is None else (_select(units, names, "units"), [])
     layers = sorted(set(chosen), key=order.__getitem__)
@@ -109,6 +110,7 @@ def find_units(
     large = _find_large(root, layers, beside, min_numel) if units is None and layers else []
     found += [FoundUnit(names[module], (module,), is_resident=True) for module in beside]
     found += [FoundUnit(names[module], (module,), is_resident=True, may_join=True) for module in large]
+    # Until ranks have learnt in which order passes use units, the program follows registration.
     found.sort(key=lambda unit: order[unit.modules[0]])
     kinds = Counter(type(layer) for unit in found for layer in unit.modules)
     for position, unit in enumerate(found):

@@ -140,6 +140,7 @@ def plan_slots(
     weights = _assign(is_streamed, weight_slots)
     keeps_weights, keeps_grads = weight_slots == "all", grad_slots == "all"
     grads_take_weight_slots = is_serial and not keeps_weights and not keeps_grads
+    # Two: backward fills one while the other one is reduced.
     grads = weights if grads_take_weight_slots else _assign(is_streamed, "all" if keeps_grads else 2)
     if not grads_take_weight_slots and not keeps_grads:
         resident = [unit for unit, streamed in enumerate(is_streamed) if unit > 0 and not streamed]
@@ -203,6 +204,7 @@ def plan_scratch(unit: UnitLayout, numels: Iterable[int]) -> list[range]:
         unit: the unit.
         numels: for each flat parameter that trains, elements of its `grad_dtype`; see `Transport.scratch_numel`.
     """
+    # One behind the other: on CPUs the reductions of a unit's flat parameters run side by side.
     ranges, stop = list[range](), 0
     for flat, numel in zip(unit.flat_params, numels, strict=True):
         ranges.append(range(stop, stop := stop + flat.kind.trains * numel * flat.kind.grad_dtype.itemsize))

@@ -166,6 +166,7 @@ class Schedule:
             unit: the unit whose weights are read.
             is_inside: a running layer reads the weights, so that layer's backward makes a part of `unit`'s gradients.
         """
+        # Before the layer that reads: backward then comes to `unit` behind it, with all parts of its gradients.
         position = len(self.used) - is_inside
         if unit not in self.used[max(position - 1, 0) : position + 1]:
             self.used.insert(position, unit)
@@ -184,6 +185,7 @@ class Schedule:
         """
         visit = len(self.visits) if visit is None else visit
         if visit > self.position:
+            # Skipped visits too: backward is planned from the log, which must be the same on all ranks.
             self.log.extend(self.visits[self.position : visit])
             self.position = visit
         ops: list[Op] = []
@@ -221,6 +223,7 @@ class UnitOrder:
 
     def __init__(self, is_streamed: Sequence[bool]) -> None:
         self._is_streamed = is_streamed
+        # 0 is `ROOT_UNIT` of `streamshard.core.engine`, which lies above this module.
         self._known: tuple[int, ...] = (0,)  # of the units that training passes have used so far
         self.order = merge_order(self._known, is_streamed)
         self.is_settled = False
@@ -240,16 +243,19 @@ class UnitOrder:
         self._quiet_passes += 1
         everywhere = dict.fromkeys(gather("learn the order of units", used))
         if None in everywhere:
+            # A failed forward has shown no order, so this pass does not count as quiet.
             self._quiet_passes = 0
             return
         if not all(is_part_of(each, self._known) for each in everywhere):
             self._quiet_passes = 0
             known = join_orders((self._known, *everywhere), self.order)
             if known is None:
+                # No order fits all ranks: further exchanges would only let hosts wait.
                 self.is_settled = True
             else:
                 self._known = known
                 self.order = merge_order(known, self._is_streamed)
+            # Backward follows this pass, even if its order contradicts those of earlier passes.
             if (order := join_orders(everywhere, self.order)) is not None:
                 schedule.adopt_order(merge_order(order, self._is_streamed))
         if not self.is_settled:
@@ -284,6 +290,7 @@ def merge_order(used: Iterable[int], is_streamed: Sequence[bool]) -> tuple[int, 
 
 def is_part_of(used: Iterable[int], order: Iterable[int]) -> bool:
     """Whether `used` is `order` with some units left out."""
+    # `in` moves the iterator behind the unit that it finds, so the next one has to come later.
     left = iter(order)
     return all(unit in left for unit in used)
 

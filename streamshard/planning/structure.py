@@ -125,11 +125,13 @@ def check_params(root: nn.Module) -> torch.device:
         if (problem := _problem_with(param)) is not None:
             raise ShardingError(f"parameter {name!r} {problem}")
         refuse_marks(name, param)
+    # Behind the checks of each one: lazy and sparse parameters have no address.
     _refuse_shared_memory(root, params)
     devices = {param.device: name for name, param in params.items() if not param.is_meta}
     if len(devices) > 1:
         places = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
         raise ShardingError(f"parameters are on several devices: {places}; move the model to one")
+    # All on meta count as on the CPU: then `training_device` takes this rank's accelerator.
     return next(iter(devices), torch.device("cpu"))
 
 
@@ -191,6 +193,7 @@ def _refuse_shared_memory(root: nn.Module, params: Mapping[str, nn.Parameter]) -
             if buffer is not None and not is_lazy(buffer) and buffer.layout is torch.strided:
                 tensors.append((join_names(prefix, key), buffer))
     ends: dict[bool, tuple[int, str]] = {}  # by whether it is a parameter, the one so far whose memory ends last
+    # By address: then only the one that ends last so far can reach into the next one.
     for name, tensor in sorted(tensors, key=lambda each: each[1].data_ptr()):
         if tensor.is_meta or not tensor.numel():  # neither has an address
             continue
@@ -261,6 +264,7 @@ def find_fp32(root: nn.Module, precision: Precision, kept: Collection[str]) -> I
         listed.update(dict.fromkeys(own))
     if precision.param_dtype is torch.float32:  # not before: entries that match nothing raise in any dtype
         return InFp32(frozenset(), ())
+    # Of nested ones only the outermost casts its inputs: inside it everything is fp32 already.
     inside = {inner for module in listed for inner in modules_inside(module) if inner is not module}
     norms = [module for module in modules_inside(root) if isinstance(module, _NormBase)]
     for module in (*listed, *(norm for norm in norms if getattr(norm.running_mean, "dtype", None) is torch.float32)):
