@@ -128,8 +128,10 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
         _check_ranks_agree(ranks, module, checked)
         parts = {name for name, param in params_of(module).items() if form_of(param).box}
         empty = _agree_on_empty(ranks, checked.on_meta, parts)
+        # Behind the comparison: after an error there the user's model still has its DTensors.
         found, in_fp32 = lower_model(module, checked.found, checked.in_fp32)
         checked = checked._replace(found=found, in_fp32=in_fp32)
+        # Before `FlatParam` counts the tensors beside packed weights: a move makes new ones.
         for each in params_of(module).values():
             form_of(each).move(each, ranks.streams.device)
         taking = _taking_weights(checked, ranks, empty)
@@ -142,6 +144,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
             for tensor in param.form.beside(param.sharded).values():
                 ranks.broadcast(tensor)  # rank 0's, as the weights beside them
         _place_buffers(module, engine.streams.device)
+        # Behind `_place_buffers`: NCCL sends no host memory.
         engine.buffers.start(module)
         if engine.streams.module is not None:
             engine.streams.module.empty_cache()
@@ -149,6 +152,7 @@ def shard_model(base: type, module: nn.Module, *args: Any, **given: Any) -> tupl
         if is_of_this_rank(error):  # such as out of memory: other ranks wait in the next collective
             ranks.fail(f"StreamShard(model) ended with {type(error).__name__}: {error}")
         raise
+    # Outside of the ``try``: from here on no collective is left in which other ranks would wait.
     attach(base, module, checked.found, engine, checked.in_fp32)
     conventions().replace_methods(module)
     watch_optimizers()
@@ -190,6 +194,7 @@ def _make_engine(checked: Checked, connected: Connected, take: TakeWeights) -> E
     ledger = Ledger(ranks.streams, mover.transport)  # behind `share_memory`, which may exchange the transport
     budget = parse_bytes("device_budget", settings.device_budget, at_least=0)
     on_host = [settings.offload is not None and each for each in plan_host(layouts, budget)]
+    # Before the units: the ledger takes their host memory from it.
     host = ledger.host = HostState(layouts, on_host, ranks, ledger) if any(on_host) else None
     mover.transport.check_precision(settings.precision)  # not before: shared memory sums in fp32 in every mode
     outer = None
@@ -277,11 +282,13 @@ def check_model(
 
     Args and errors: see `_accept_model`.
     """
+    # Plans come here without `_accept_model`, which checks before it looks for DTensors.
     _check_module(module)
     if all(param.is_meta for param in params_of(module).values()):
         conventions().tie_weights(module)
     tie_on_meta(module)
     known = ("units", "resident", "mesh", *(field.name for field in fields(Settings)))
+    # Before `Settings`, whose TypeError would name a class that the user has not called.
     refuse_unknown(given, known, "argument of StreamShard")
     settings = Settings(**{**given, "precision": parse_precision(given.get("precision"))})
     here = check_params(module)
@@ -341,11 +348,14 @@ def _connect(who: Groups | None, device: torch.device, settings: Settings) -> Co
         has = {"experts": who.experts is not None, "parts": who.tensor_parallel is not None}
         _refuse_combinations(settings, replicas=who.replicate is not None, **has)
         if settings.cuts_over_replicas and who.replicate is not None:
+            # State is cut in the order of all ranks, in which `FlatParam` takes the ranks of a replica for neighbours.
             size, everyone = who.shard.size(), dist.get_process_group_ranks(who.all_ranks)
             if dist.get_process_group_ranks(who.shard) != everyone[who.replica * size : (who.replica + 1) * size]:
                 raise ConfigError(f"{_cut_by(settings)}: wanted a mesh whose ranks ascend, row by row")
     except ConfigError as error:
         problem = error
+    # Ranks that have refused their model in `_accept_model` meet the others here.
+    # A `problem` is told too: ranks compare settings only once they are connected, so one rank alone may have it.
     refuse_together(who.all_ranks, problem)
     raise_if(problem)
     streams = Streams(device, has_host=has_host)
@@ -406,6 +416,7 @@ def _check_ranks_agree(ranks: Communicator, module: nn.Module, checked: Checked)
     # Only for the error: rows of a large model are long.
     gathered = ranks.gather_objects(doing, rows)
     for rank, theirs in enumerate(gathered):
+        # One list may be the beginning of the other one.
         pairs = zip(gathered[0] + ["no more"], theirs + ["no more"], strict=False)
         for number, (first, other) in enumerate(pairs):
             if first != other:

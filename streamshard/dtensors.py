@@ -48,6 +48,7 @@ class Axis(NamedTuple):
 
     def is_inside(self, shard: Sequence[int]) -> bool:
         """Whether DTensors on the axis are experts, if the ranks of `shard` shard the model."""
+        # This rank is in both, so one common rank says nothing.
         return len(set(self.ranks).intersection(shard)) > 1
 
 

@@ -220,6 +220,7 @@ class DTensorForm(Form):
         place, ranks = self.placements[0], self.mesh.size()
         # By name: `_StridedShard` is private, and in torch 2.13 no `Shard`.
         self.cut_along = place.dim % len(self._shape) if type(place).__name__ in ("Shard", "_StridedShard") else None
+        # Meshes of several axes have no box: `axes_of` refuses them, with the parameter's name.
         if self.cut_along is not None and self.mesh.ndim == 1 and ranks > 1:
             blocks = getattr(place, "split_factor", 1)  # each is cut: a gate and an up projection, say
             size, box = self._shape[self.cut_along] // blocks, [(0, length, length) for length in self._shape]

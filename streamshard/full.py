@@ -86,6 +86,7 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
             be_whole(param.sharded)
         yield full_params
     finally:
+        # Only of those exchanged so far: an error may have come in the middle.
         for param, full_param in full_params.items():
             exchange(param.sharded, full_param, param.form.part)
             be_piece(param.sharded, param.piece)
@@ -102,6 +103,7 @@ def summon(engine: Engine) -> Iterator[None]:
             has another shape, or a gradient, which would be lost.
         RankMismatchError: at the end: ranks would write back pieces of different tensors.
     """
+    # This `take` cannot fail, so there is no error.
     full, _ = gather_full(engine, lambda _, tensor: tensor)
     # For all optimizers, also those that are made inside.
     steps = register_optimizer_step_pre_hook(functools.partial(_refuse_step, {param.sharded for param in full}))

@@ -70,6 +70,7 @@ def _draw_all(engine: Engine, model: nn.Module, init: Init | None, seed: int | N
         for number, unit in enumerate(engine.units):
             if params := [param for param in unit.params if param.name in before]:
                 _draw(engine, model, init, params, seed + number)
+        # Parameters have values by now, or have raised: what is left are buffers.
         _refuse_left(list(engine.empty), model, "buffer")
     except Exception:
         engine.set_empty(before)  # the next call draws all weights again: weights of two calls must not be mixed
