@@ -279,6 +279,7 @@ class Streams:
         module: torch's module for the device, such as ``torch.cuda``; None on the CPU.
         has_streams: streams are the device's, not names only.
         observers: the current observers; see `observed_by`.
+        current: the stream to which the running code gives its work; see `on`.
     """
 
     def __init__(self, device: torch.device, *, has_host: bool = False) -> None:
@@ -290,11 +291,11 @@ class Streams:
         self.current = StreamName.COMPUTE
         self._raw = raw_stream_of(device)
         self._compute: tuple[Any, Any] = (None, None)  # the stream that was the current one last, behind its address
-        # High priority: communication kernels are small, and would be late behind the blocks of a large matmul.
         self._own: dict[StreamName, Any] = {}
         if self.module is not None:
             copies = (StreamName.FETCH, StreamName.STORE) if has_host else ()
             names = (StreamName.COMM, StreamName.REPLICA, *copies)
+            # High priority: communication kernels are small, and would be late behind the blocks of a large matmul.
             self._own = {name: self.module.Stream(device, priority=-1) for name in names}
 
     def device_stream(self, name: StreamName) -> Any:

@@ -56,7 +56,7 @@ def accumulate(
             # With its graph it would keep the nodes of all micro-batches until the step ends.
             made.append(loss.detach())
     except BaseException:
-        torch.nn.Module.zero_grad(model)  # as in later steps
+        torch.nn.Module.zero_grad(model)  # as `LayerMajorStep`: earlier micro-batches leave no gradients
         raise
     return made
 
