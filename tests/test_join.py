@@ -105,14 +105,6 @@ def _micro_batches(model: Any, call: Call) -> Tensor:
     return stack_step(model, call._replace(step=3 * call.step + 2))
 
 
-def _evaluating(model: nn.Module, call: Call) -> Tensor:
-    """DDP's join takes an evaluation for a step."""
-    if call.step and isinstance(model, StreamShard):
-        with torch.no_grad():
-            assert model(torch.ones(2, 16)).isfinite().all()
-    return stack_step(model, call)
-
-
 @on_ranks(3)
 @pytest.mark.parametrize(
     ("lengths", "build", "step", "options"),
@@ -121,7 +113,6 @@ def _evaluating(model: nn.Module, call: Call) -> Tensor:
         ((3, 3, 4, 3), Stack, stack_step, {"kind": adamw, "after": _clip_and_step}),
         ((1, 4, 4, 4), NormStack, stack_step, {"after": _skip_large}),
         ((0, 3, 1, 2), Stack, stack_step, {"kind": adamw, "after": _skip_large}),
-        (ALL_DIFFER, Stack, _evaluating, {}),
         (ALL_DIFFER, Stack, _micro_batches, {}),
         (ALL_DIFFER, Stack, _micro_batches, {"settings": ALL_SLOTS}),
     ],
@@ -220,6 +211,22 @@ def test_a_loss_scaler_skips_the_same_steps_on_ranks_without_inputs(context: Ran
         plain_optimizer.zero_grad()
     assert_same(full_weights(found), dict(wanted.state_dict()), "weights", NEAR)
     assert scaler.get_scale() == 8.0 / 2 * 2
+
+
+@on_ranks(2)
+def test_evaluation_inside_the_context_is_shadowed(context: RankContext) -> None:
+    def evaluating(model: nn.Module, call: Call) -> Tensor:
+        if call.step:
+            with torch.no_grad():
+                assert model(torch.ones(2, 16)).isfinite().all()
+        return stack_step(model, call)
+
+    results = []
+    for step in (stack_step, evaluating):
+        model = sharded_model(Stack)
+        _train(model, sgd(model), step, context, (4, 2)[context.rank])
+        results.append(full_weights(model))
+    assert_same(results[1], results[0], "weights", EXACT)
 
 
 def _fail() -> None:
