@@ -119,7 +119,8 @@ class Shown(NamedTuple):
     @classmethod
     def of(cls, log: IssueLog) -> Shown:
         """The log as it is now. Any thread may call this."""
-        return cls(log.entries(), log.count, log.time_s, count_collectives())
+        total = log.count  # first: an entry may come meanwhile, and the last one counted has to be among them
+        return cls(log.entries(), total, log.time_s, count_collectives())
 
     def last(self, names: Sequence[str]) -> str:
         """The last entry in words."""

@@ -257,7 +257,6 @@ class _OnStream:
         self._context: Any = None if module is None else module.stream(streams.device_stream(name))
 
     def __enter__(self) -> None:
-        # On the CPU nothing else tells the race detector whose an operation is.
         self._outer, self._streams.current = self._streams.current, self._name
         if self._context is not None:
             self._context.__enter__()
@@ -426,8 +425,8 @@ class RankWait:
         # Connections are closed by now: a backend's error would hide the first failure.
         if log.failure is not None:
             raise CommunicationError(f"{self} is not possible any more: {log.failure}")
+        log.waiting_since_s = time.time()  # first: the watchdog looks at the latest wait
         log.waits.append(self)
-        log.waiting_since_s = time.time()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # Before `_end`, which may raise: the watchdog would look after a wait that is over.

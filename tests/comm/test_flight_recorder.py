@@ -355,6 +355,19 @@ def _differ(*logs: IssueLog | None) -> str | None:
     return describe_difference({rank: Shown.of(log) for rank, log in enumerate(logs) if log is not None}, NAMES)
 
 
+def test_the_last_entry_is_told_although_another_one_comes_meanwhile() -> None:
+    """The watchdog's thread reads the log while this rank goes on."""
+    log, entries = _log((RecordKind.GATHER, 1)), IssueLog.entries
+
+    def entries_then_another(log: IssueLog) -> Any:
+        found = entries(log)
+        log.add(RecordKind.REDUCE, 1)
+        return found
+
+    with mock.patch.object(IssueLog, "entries", entries_then_another):
+        assert Shown.of(log).last(NAMES) == "gathers 'layers.0'"
+
+
 def test_a_rank_that_is_behind_does_not_differ() -> None:
     """By more than a log holds, too. Two others may differ although this rank is behind both."""
     entries = [(RecordKind.GATHER, number % 7) for number in range(3000)]
