@@ -161,9 +161,10 @@ class Backward(Phase):
     def _advance(self, unit: Unit) -> None:
         """Move on to the next visit of `unit`: visits before it are over (rules 2 and 4)."""
         schedule = self._schedule
+        if schedule.current == unit.index:  # layers of a unit share a visit
+            return
         visit = schedule.find(unit.index)
-        # Layers of a unit share a visit. None: outside of the program, or needed again after its visit.
-        if visit is None or schedule.current == unit.index:
+        if visit is None:  # outside of the program, or needed again after its visit
             return
         if not unit.is_streamed:  # its weights stay, and the visits before may still come
             # Code that has read weights outside of their layers may still come, too: no prehook tells.
@@ -171,13 +172,17 @@ class Backward(Phase):
                 return
             if visit > schedule.following or not self._waiting.isdisjoint(schedule.visits[schedule.position : visit]):
                 return
+        self._begin_visit(unit, visit)
+
+    def _begin_visit(self, unit: Unit, visit: int) -> None:
+        """`unit` computes from now on: visits before number `visit`, its own, are over."""
         engine = self._engine
         engine.streams.observe(StepPart.BACKWARD, unit.index, begins=True)
         for other in engine.units[1:]:
             if other.is_bound and other is not unit:
                 other.release()
-        schedule.current = unit.index
-        engine.issue(schedule.advance_to(visit))
+        self._schedule.current = unit.index
+        engine.issue(self._schedule.advance_to(visit))
 
     def read(self, unit: Unit, name: str = "") -> None:
         """See `Phase`. Recomputed code of the root unit reads it. A look-up alone does not gather it."""

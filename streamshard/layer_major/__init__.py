@@ -35,7 +35,7 @@ def accumulate(
         refuse_accumulation("a parameter has a hook of register_post_accumulate_grad_hook, called in every backward")
     given = list(micro_batches)  # all take turns, and may come from a generator
     if not given:
-        raise ConfigError("model.accumulate: got no micro-batches, so that other ranks would wait for this one's")
+        raise ConfigError("model.accumulate: got no micro-batches, and other ranks would wait: give all ranks as many")
     losses = [functools.partial(_loss_of_one, loss_of, model, micro_batch) for micro_batch in given]
     # Else one after the other: a single one gains nothing, and the first steps show the order.
     if len(losses) > 1 and can_run(engine):

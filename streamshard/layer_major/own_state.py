@@ -83,8 +83,8 @@ def take_state(device: torch.device) -> ThreadState:
 
 def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
     """`count` states with different random numbers. The first is `state` itself."""
-    # Forwards begin together: in one state all would draw the same dropout masks. Derived from the state, numbers repeat
-    # with a run's seed. A forward advances one of the generators, or none.
+    # Forwards begin together: in one state all would draw the same dropout masks. Derived from the state, numbers
+    # repeat with a run's seed. A forward advances one of the generators, or none.
     told = b"".join(
         each.numpy().tobytes() if isinstance(each, torch.Tensor) else pickle.dumps(each) for each in state.random
     )
@@ -93,8 +93,8 @@ def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
     for seed in torch.randint(2**62, (count - 1,), generator=seeds, device="cpu").tolist():
         fresh = [torch.Generator(generator.device).manual_seed(seed) for generator in generators_of(state.device)]
         numbers: list[Any] = [*(generator.get_state() for generator in fresh), random.Random(seed).getstate()]
-        if (numpy := sys.modules.get("numpy.random")) is not None:
-            numbers.append(numpy.MT19937(seed))
+        if len(state.random) > len(numbers):
+            numbers.append(sys.modules["numpy.random"].MT19937(seed))
         states.append(state._replace(random=numbers))
     return states
 

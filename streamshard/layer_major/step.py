@@ -76,20 +76,16 @@ class _Backward(Backward):
         return None if self.is_over else self
 
     def come_to(self, unit: Unit) -> None:
-        """The visits before the last one of `unit` are over: no micro-batch of this rank comes to it again.
+        """Begin the last visit of `unit`, behind which no micro-batch of this rank comes to the unit again.
 
-        Nodes say so too, if a micro-batch has made some there, and comes as often to the unit as other ranks.
+        Nodes report it too (`need`), unless this rank has run the unit without gradients, or less often than others.
         """
         schedule = self._schedule
         if not unit.is_streamed or unit.index not in schedule.visits:
             return
         last = len(schedule.visits) - 1 - schedule.visits[::-1].index(unit.index)
         if last > schedule.position or schedule.current != unit.index:
-            for other in self._engine.units[1:]:
-                if other.is_bound and other is not unit:
-                    other.release()
-            schedule.current = unit.index
-            self._engine.issue(schedule.advance_to(last))
+            self._begin_visit(unit, last)
 
     def end_turn(self) -> None:
         """All micro-batches are through the last unit: reduce it, if it is resident."""
