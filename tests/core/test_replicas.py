@@ -219,10 +219,14 @@ def test_meshes_that_cannot_work_are_refused(context: RankContext) -> None:
 
 
 @on_ranks(4)
-def test_memory_is_that_of_one_replica(context: RankContext) -> None:
-    """But for flags, which are of all ranks."""
+def test_memory_and_norms_are_those_of_one_replica(context: RankContext) -> None:
+    """But for the memory of flags, which are of all ranks."""
     model, pair = (sharded("plain", FP32, mesh=mesh) for mesh in (mesh_2d(2, 2), mesh_2d(2, 2)["shard"]))
     lm_step(model, context.call(0))
+    grads = [grad for grad in full_grads(model).values() if grad is not None]
+    wanted = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+    found = {"ours": model.clip_grad_norm_(1e9), "torch's": torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)}
+    assert_same(found, dict.fromkeys(found, wanted), "norm")
     held, of_pair = (dict(each.memory_report().held_bytes) for each in (model, pair))
     assert held.pop(Category.FLAGS.value) > of_pair.pop(Category.FLAGS.value)
     assert held == of_pair
