@@ -22,7 +22,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard
+from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard, trace
 from streamshard.comm.streams import Collective
 from streamshard.errors import log
 from tests.models import DIM, Calling, Layer, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
@@ -255,6 +255,14 @@ def test_a_model_whose_resident_last_layer_runs_twice_trains_in_a_loop(context: 
     loop, accumulated = (_trained(context, way, each) for each in (_loop, _accumulate))
     assert_same(accumulated[1], loop[1], "gradients", EXACT)
     assert (accumulated[0], accumulated[2]) == (loop[0], loop[2])
+
+
+@on_ranks(2)
+def test_a_trace_has_the_backward_of_each_layer_once(context: RankContext) -> None:
+    model = _model_after()
+    with trace(model) as found:
+        _accumulate(model, [(1, 0), (1, 1)])
+    assert [span.unit for span in found.spans if span.activity == "backward"] == [0, 4, 3, 2, 1]
 
 
 @on_ranks(2)
