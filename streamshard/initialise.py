@@ -148,7 +148,7 @@ def _run(engine: Engine, model: nn.Module, init: Init | None, empty: Collection[
                 model.apply(init)  # it may write to weights of any module, such as children of its argument
             else:
                 _initialise(model, "", empty, draws=bool(params))
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             if "meta" not in str(error):
                 raise
             raise ShardingError(

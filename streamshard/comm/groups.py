@@ -200,8 +200,8 @@ def _agree_on_name(store: Any, rank: int, world_size: int) -> str:
     reads the questions again until all ranks have their answer.
     """
     drawn = f"streamshard/{uuid.uuid4().hex}"
-    store.set(f"streamshard/question of rank {rank}", drawn)
     if rank != 0:
+        store.set(f"streamshard/question of rank {rank}", drawn)
         name: str = store.get(f"{drawn}/answer").decode()
         store.set(f"{name}/rank {rank} knows", "")
         return name

@@ -352,7 +352,7 @@ class Streams:
 
 # -- the host ------------------------------------------------------------------------------------------------------
 
-_ENTRIES = 512  # a log keeps its last so many entries
+_ENTRIES = 512  # that a log keeps: two steps of 80 layers, and ranks are less than one apart
 
 Entry = tuple[int, int, int]
 """An entry's number in the log, the kind, the tag of the flat parameter."""

@@ -151,7 +151,7 @@ class WeightSlot:
         """Whether `tensor` lies in the slot."""
         try:
             return 0 <= tensor.data_ptr() - self._first_byte < self.buffer.nbytes
-        except (RuntimeError, NotImplementedError):  # tensors without storage: sparse ones, tracers
+        except RuntimeError:  # tensors without storage: sparse ones, tracers
             return False
 
     def without_weights(self, output: Any) -> Any:

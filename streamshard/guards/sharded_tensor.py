@@ -300,8 +300,7 @@ def _norm(func: Callable[..., Any], tensor: ShardedTensor, args: Any, kwargs: Ma
     if not has_graph:
         (norm,) = local_norms([local.detach()], order)
         return PartialNorm.wrap(tensor.piece.counted(norm), order, ranks, dtype, tensor.device)
-    wide = local.double()
-    norm = torch.linalg.vector_norm(wide, order) if wide.numel() else wide.sum()
+    norm = torch.linalg.vector_norm(local.double(), order)
     return global_norm(norm, order, ranks, tensor.piece.counted, dtype).to(tensor.device)
 
 
