@@ -366,7 +366,7 @@ _RIGHT = (
     "of a tensor without gradient. Operations along a dimension need full rows or columns"
 )
 _MADE = "p.detach().clone(), torch.zeros_like(p) and torch.zeros_like(p).normal_() are pieces"
-_WHOLE = "an optimizer that streamshard.optim.WholeParameterOptimizer runs gets full gradients"
+_WHOLE = "in step() of an optimizer that streamshard.optim.WholeParameterOptimizer runs, weights and gradients are full"
 _NO_GRAPH = f"Layers use all-gathered copies, so no graph has a sharded parameter: {CALL_BACKWARD}"
 _COMPUTE = (
     "If a loss needs it, compute in a method of the model, and call streamshard.register_forward_method(model, "
@@ -392,7 +392,7 @@ def refuse(func: Callable[..., Any], tensor: ShardedTensor, why: str = "") -> No
     if not why and name in _WHY:
         why = _WHY[name]
     elif piece.is_weight:
-        why = f"{why or _RIGHT}. {_COMPUTE}"
+        why = f"{why or f'{_RIGHT}: {_WHOLE}'}. {_COMPUTE}"
     raise ShardingError(
         f"{name}() of {piece.what} outside of its model's forward: this rank has only {piece}. "
         f"{why or f'{_RIGHT}: {_WHOLE}'}"

@@ -179,6 +179,7 @@ OF_PARAMETERS: dict[str, Callable[[Any, Any, dict[str, Any]], object]] = {
 
 
 ADVICE = {
+    "norm along a dimension": r"in step\(\) of an optimizer that .*WholeParameterOptimizer runs, weights and gradients",
     "data": r"load_state_dict.*summon_full_params\(",
     "backward": r"call loss\.backward\(\) without inputs=",
     "gradients of copies": r"copy = weight\.clone\(\)",
@@ -186,8 +187,7 @@ ADVICE = {
     "noise": r"torch\.zeros_like\(p\)\.normal_\(\)",
     "uniform noise": r"torch\.zeros_like\(p\)\.uniform_\(\)",
 }
-OF_GRADIENTS = {name: ADVICE[name] for name in ("noise", "uniform noise")}
-OF_GRADIENTS["norm along a dimension"] = "WholeParameterOptimizer runs gets full gradients"
+OF_GRADIENTS = {name: ADVICE[name] for name in ("noise", "uniform noise", "norm along a dimension")}
 
 
 @on_ranks(2)

@@ -84,10 +84,26 @@ class _Rebinds(torch.optim.SGD):
                     param.data = param.data - group["lr"] * state["last"].float()
 
 
+class _ClipsRows(torch.optim.SGD):
+    """Adaptive gradient clipping: each row of a gradient is at most a part of its weight's (as timm has it)."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            most = 0.01 * param.norm(dim=-1, keepdim=True).clamp(min=1e-3)
+            param.grad.mul_((most / param.grad.norm(dim=-1, keepdim=True).clamp(min=1e-6)).clamp(max=1.0))
+        return super().step(closure)
+
+
 # What makes the optimizer, what is done before each step, forward and backward.
 PROGRAMS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[Any, Any, int], object], Step]] = {
     "schedules of a tensor lr": (_scheduled, _schedule, stack_step),
     "groups added": (lambda model: _optimizer(model, _matrices(model)[:2]), _add_group, stack_step),
+    "adaptive clipping": (
+        lambda model: _optimizer(model, list(model.parameters()), _ClipsRows),
+        lambda *_: None,
+        stack_step,
+    ),
     "unfreezing": (_optimizer, _unfreeze, stack_step),
     "freezing": (_optimizer, lambda *_: None, _freeze_behind),
     "new memory": (
