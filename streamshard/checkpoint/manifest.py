@@ -24,13 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from streamshard.checkpoint.json_codec import CPU, dtype_name, dtype_named
-from streamshard.checkpoint.safetensors_file import (
-    FILE_NAME,
-    Copy,
-    FileRecord,
-    OpenFiles,
-    copy_ranges,
-)
+from streamshard.checkpoint.safetensors_file import FILE_NAME, Copy, FileRecord, OpenFiles, copy_ranges
 from streamshard.checkpoint.storage import MANIFEST_NAME, Location, storage_of
 from streamshard.errors import CheckpointError
 from streamshard.forms import Box, part_of

@@ -323,9 +323,7 @@ def _fill(
                 done += numel
 
 
-def _messages(
-    records: Mapping[str, TensorRecord],
-) -> Iterator[tuple[int, torch.dtype, list[tuple[str, PieceRecord]]]]:
+def _messages(records: Mapping[str, TensorRecord]) -> Iterator[tuple[int, torch.dtype, list[tuple[str, PieceRecord]]]]:
     """All pieces as messages of `_MESSAGE_BYTES`, or of one larger piece: the sender, the dtype, and names and pieces.
 
     One message for each piece would be a million of them for 70B parameters on 4,096 ranks.

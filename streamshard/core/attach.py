@@ -15,13 +15,7 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.core.edge import (
-    OutsideParameters,
-    Watched,
-    ask_for,
-    compute_in_fp32,
-    watch,
-)
+from streamshard.core.edge import OutsideParameters, Watched, ask_for, compute_in_fp32, watch
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.graph_hooks import register_gradient_hooks, register_tied_hook
 from streamshard.core.module_state import Handle, refuse_in_pass

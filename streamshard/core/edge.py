@@ -30,15 +30,7 @@ from streamshard.guards.modules import HANDLE, ShardedModule, change_class, watc
 from streamshard.guards.weights import advice, refuse_absent, refuse_read
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
-from streamshard.torch_private import (
-    active_ddp,
-    keep,
-    kept,
-    saved_tensors_hooks,
-    sequence_number,
-    skip,
-    untraced,
-)
+from streamshard.torch_private import active_ddp, keep, kept, saved_tensors_hooks, sequence_number, skip, untraced
 
 
 class Watched(ShardedModule):

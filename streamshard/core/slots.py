@@ -41,13 +41,7 @@ class Ledger:
         self.host: Any = None
 
     def allocate(
-        self,
-        category: Category,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        is_visible: bool = False,
-        is_on_host: bool = False,
+        self, category: Category, numel: int, dtype: torch.dtype, *, is_visible: bool = False, is_on_host: bool = False
     ) -> torch.Tensor:
         """A new buffer [numel] of zeros, so that padding never holds a NaN.
 

@@ -272,10 +272,7 @@ def _load(context: RankContext, name: str, folder: str) -> dict[str, torch.Tenso
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("name", "before", "after"),
-    [
-        *((name, 2, 2) for name in ("SGD", "Adagrad", "NAdam", "a part by AdamW", "odd")),
-        ("muon and adamw", 1, 2),
-    ],
+    [*((name, 2, 2) for name in ("SGD", "Adagrad", "NAdam", "a part by AdamW", "odd")), ("muon and adamw", 1, 2)],
 )
 def test_a_checkpoint_moves_between_numbers_of_ranks(
     ranks: RankPool, tmp_path: Path, name: str, before: int, after: int
