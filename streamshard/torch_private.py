@@ -37,7 +37,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor as A
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions as AllgatherOptions  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import ReduceScatterOptions as ReduceScatterOptions
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
@@ -59,8 +58,8 @@ set_grad: Callable[[torch.Tensor, torch.Tensor | None], None] = _TensorBase.grad
 # constructors that want more.
 make_subclass: Any = torch.Tensor._make_subclass
 
-# Changes the timeout of a process group that exists.
-set_timeout = _set_pg_timeout
+# Changes the timeout of a process group that exists. Public since torch 2.14; torch 2.15 warns of the private name.
+set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 # The address of a CUDA device's current stream; None without CUDA. torch.cuda.current_stream makes an object for each
 # call, ten times as slow.
