@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from streamshard.core.graph_hooks import refuse_without_room
 from streamshard.core.params import Lookup, Param
@@ -99,6 +99,8 @@ class MicroBatch:
         self._cuts: dict[Any, Edge] = {}  # by the node of a cut, the edge to the node that it stands for
         self._given: list[tuple[torch.Tensor, Any]] = []  # cuts that the layer has got, and their nodes
         self._left: dict[Edge, torch.Tensor] = {}  # gradients for edges into segments that backward has not run
+        # By node, what keeps it alive. Before torch 2.13 the node of a Function in Python does not do so itself.
+        self._owners: dict[Any, Any] = {}
         self._leaves: dict[int, list[Any]] = {}  # by unit, of the segment that runs
         # Gradients that wait until their unit's are added up: [full shape] compute dtype, and of weights of embeddings.
         self._dense: dict[Param, torch.Tensor] = {}
@@ -111,7 +113,7 @@ class MicroBatch:
         self.loss = loss.detach()
         if loss.grad_fn is None:
             loss.backward()  # raises, as it does for any such loss
-        self._left[loss.grad_fn, loss.output_nr] = torch.ones_like(loss)
+        self._left[self._edge_of(loss)] = torch.ones_like(loss)
 
     @property
     def is_done(self) -> bool:
@@ -238,12 +240,17 @@ class MicroBatch:
         if tensor.grad_fn is None or tensor.grad_fn in self._cuts or not torch.is_grad_enabled():
             return tensor
         # One cut for all layers that get the tensor, so that autograd adds their gradients one after the other.
-        cut, edge = tensor.__dict__.get(_CUT), (tensor.grad_fn, tensor.output_nr)
+        cut, edge = tensor.__dict__.get(_CUT), self._edge_of(tensor)
         if cut is None or self._cuts.get(cut.grad_fn) != edge:  # changed in place since
             cut = tensor.__dict__[_CUT] = _cut(tensor.detach(), _anchor)
             cut.__dict__.update(_NO_HOOKS)
             self._cuts[cut.grad_fn] = edge
         return cast(torch.Tensor, cut)
+
+    def _edge_of(self, tensor: torch.Tensor) -> Edge:
+        node, place, owner = get_gradient_edge(tensor)
+        self._owners[node] = owner
+        return node, place
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -263,6 +270,7 @@ class MicroBatch:
                 grad = self._left.pop(edge)
                 roots[root] = roots[root] + grad if root in roots else grad
                 self._cuts.pop(edge[0], None)  # it holds the part's graph
+        held = [(node, self._owners.pop(node, None)) for node, _ in roots]
         inputs, leaves = self._inputs_of([node for node, _ in roots], part)
         edges = [*inputs, *leaves]
         if not edges:
@@ -277,6 +285,8 @@ class MicroBatch:
         for edge, grad in zip(inputs, made, strict=False):
             if grad is not None:
                 self._left[edge] = grad
+                if edge[0] not in self._cuts:  # else it never runs
+                    self._owners.setdefault(edge[0], held)
         for (node, _), grad in zip(leaves, made[len(inputs) :], strict=True):
             self._keep(node, grad)
 
