@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from streamshard.errors import ShardingError
@@ -267,11 +268,18 @@ class DTensorForm(Form):
         return cast(torch.Tensor, grad.to_local())
 
     def whole(self, memory: torch.Tensor) -> torch.Tensor:
-        """See `Form`."""
+        """See `Form`. By hand: `full_tensor` of torch 2.11 refuses strided parts."""
         if not self.box:
             return memory
-        with torch.no_grad():
-            return cast(torch.Tensor, self.unsharded(memory.detach()).full_tensor())  # type: ignore[attr-defined]
+        ranks, lengths = self.mesh.size(), [length for _, length, _ in self.box]
+        at = cast(int, self.cut_along) + len(self.box) - len(self._shape)  # behind the number of blocks
+        own, size = lengths[at], self.box[at][2]
+        lengths[at] = -(-size // ranks)  # the last ranks may have less
+        sent = memory.new_zeros(lengths)
+        sent.narrow(at, 0, own).copy_(memory.detach().reshape(sent.narrow(at, 0, own).shape))
+        parts = [torch.empty_like(sent) for _ in range(ranks)]
+        dist.all_gather(parts, sent, self.mesh.get_group())
+        return torch.cat(parts, at).narrow(at, 0, size).reshape(self._shape)
 
     def facts(self, param: torch.Tensor) -> str:
         """See `Form`."""

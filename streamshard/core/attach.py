@@ -204,8 +204,11 @@ def _before_loading(
             )
         if value.shape in (param.shape, param.shape or (1,)):  # torch loads shape [1] into a scalar
             engine.fill([shard.name])
-            if not isinstance(value, ShardedTensor) and isinstance(form_of(value), DTensorForm):
-                value = state_dict[name] = cast(Any, value).full_tensor()  # collective, as all of load_state_dict
+            if not isinstance(value, ShardedTensor) and isinstance(form := form_of(value), DTensorForm):
+                # Collective, as all of load_state_dict. On a mesh of several axes there is no box.
+                is_known = form.box and form.problem_with(value) is None
+                value = form.whole(form.memory(value)) if is_known else cast(Any, value).full_tensor()
+                state_dict[name] = value
             if piece_of(param) is not None and not isinstance(value, ShardedTensor):
                 state_dict[name] = ShardedTensor.wrap(shard.piece.cut(value), shard.piece)
     for key, buffer in module._buffers.items():
