@@ -16,7 +16,7 @@ from streamshard.checkpoint.disk_layout import saved_names
 from streamshard.checkpoint.safetensors_file import digest_of
 from streamshard.core.engine import Engine
 from streamshard.core.module_state import engine_at_rest
-from streamshard.core.optimizer_kinds import params_in
+from streamshard.core.optimizer_kinds import inner_optimizers, params_in
 from streamshard.core.params import Param
 from streamshard.device import module_of
 from streamshard.errors import ConfigError, ShardingError
@@ -69,6 +69,10 @@ class RunParts(NamedTuple):
                 if type(module).get_extra_state is not nn.Module.get_extra_state:  # torch's own raises
                     own = SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
                     parts.trees[f"extra_state.{name}/{inner}"] = own
+        for name, each in parts.optimizers.items():
+            if left := [inner for inner in inner_optimizers(each) if inner not in parts.optimizers.values()]:
+                what = f"{name} is around a {type(left[0]).__name__}, whose state is apart: give both"
+                raise ConfigError(f'{what}, optimizer={{"outer": optimizer, "inner": its inner optimizer}}')
         if not parts.models:
             raise ShardingError(f"{what}: no model made by StreamShard was given")
         parts.trees.update({f"extra.{key}": each for key, each in (extra or {}).items()})

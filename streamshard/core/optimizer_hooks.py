@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from streamshard.core.late_step import NUMBERS, host_of, late_steps
 from streamshard.core.optimizer_kinds import (
     full_name,
+    inner_optimizers,
     is_declared,
     is_elementwise_class,
     params_in,
@@ -38,7 +39,7 @@ from streamshard.errors import ShardingError
 from streamshard.forms import successor
 from streamshard.guards.loop import check_step, note_step
 from streamshard.guards.piece import Piece
-from streamshard.guards.sharded_parameter import ShardedParameter, own_attributes, refuse_unreduced
+from streamshard.guards.sharded_parameter import ShardedParameter, data_of, own_attributes, refuse_unreduced
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.torch_private import AsTensors, get_grad, untraced
 
@@ -75,6 +76,8 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not is_elementwise_class(type(optimizer)) and not any(map(piece_of, params)):
             settle_state(optimizer)  # it steps whole parameters in host memory, at once
             return
+        if is_declared(type(optimizer)) and inner_optimizers(optimizer):
+            return  # sharded parameters answer its own operations or refuse them, and the other one is looked at
         _adopt(optimizer)  # torch calls the new hook in this step too: it comes to the optimizer's own hooks next
     hooks.move_to_end(_HOOK)  # the last hook before the step itself: hooks of the user's may replace gradients
 
@@ -200,7 +203,7 @@ def _lend_grads(plain: Mapping[ShardedParameter, nn.Parameter], *, are_made: boo
                 each.__dict__.update(own_attributes(param))
 
 
-def _after_step(may_keep_grads: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _after_step(is_unknown: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """The step itself is over: take options, state and attributes from the stand-in."""
     if args[0] is optimizer:  # a step that calls super().step(): the optimizer is the stand-in already
         return
@@ -220,8 +223,12 @@ def _after_step(may_keep_grads: bool, optimizer: Optimizer, args: Any, kwargs: A
     state = stepped.pop("state")
     optimizer.state.update(zip(map(sharded.get, state, state), state.values(), strict=True))
     optimizer.__dict__.update(stepped)
-    if may_keep_grads:  # a declared class: those of the list keep none
+    if is_unknown:  # classes of the list do none of this
         _refuse_kept_grads(optimizer, plain)
+        for param, each in plain.items():
+            if each.data_ptr() != (own := data_of(param).as_subclass(torch.Tensor)).data_ptr():  # ``p.data = ...``
+                own.copy_(each.data)
+                each.data = own
     changed: list[torch.Tensor] = []
     with AsTensors():
         for param, each in plain.items():

@@ -42,6 +42,9 @@ def elementwise(optimizer_class: _Class) -> _Class:
     The update of each element may depend on that element's gradient, weight and state, and on numbers that are the same
     for all elements; not on a norm, a mean, a shape or a neighbour. Nothing checks this. Can be used as a decorator.
 
+    A declared class that holds another optimizer and steps it (Lookahead, SAM) runs on sharded parameters instead:
+    norms are those of full tensors, and operations that need elements of other ranks raise.
+
     Args:
         optimizer_class: exactly this class; subclasses have to be declared by themselves.
 
@@ -60,6 +63,12 @@ def is_elementwise_class(kind: type) -> bool:
 def is_declared(kind: type) -> bool:
     """Whether `elementwise` was given `kind`."""
     return _DECLARED in vars(kind)
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that `optimizer` holds and steps, and whose state is not its own."""
+    held = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
+    return [each for each in held if each.state is not optimizer.state]
 
 
 def works_in_blocks(kind: type) -> bool:
@@ -115,8 +124,8 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
     if pieces and not is_elementwise_class(kind):
         raise ShardingError(
             f"{name} is not known to work element by element, and each rank has pieces of parameters. "
-            f"{_how_to_step(kind, has_parts=any(piece.box for piece in pieces))}. An optimizer that shards its state, "
-            "such as ZeroRedundancyOptimizer, is not needed: use its inner class"
+            f"{_how_to_step(optimizer, has_parts=any(piece.box for piece in pieces))}. An optimizer that shards its "
+            "state, such as ZeroRedundancyOptimizer, is not needed: use its inner class"
         )
     asked = getattr(optimizer, "args", None) if name.startswith("bitsandbytes.") else None
     is_clipping = getattr(asked, "max_unorm", 0.0) > 0.0 or getattr(asked, "percentile_clipping", 100) < 100
@@ -125,13 +134,24 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             f"{name} with max_unorm, percentile_clipping or block_wise=False takes norms of parameters or gradients in "
             "its kernels, of this rank's pieces alone: leave these options away, and use model.clip_grad_norm_"
         )
+    if pieces and any(group.get("caution") for group in optimizer.param_groups):  # of timm, by any class
+        raise ShardingError(
+            f"{name} with caution=True takes a mean over each parameter: do not declare it elementwise, run it in a "
+            "streamshard.optim.WholeParameterOptimizer, or leave caution away"
+        )
     if works_in_blocks(kind):
         refuse_on_host(optimizer, params_in(optimizer.param_groups), "keeps state in blocks of elements")
         _refuse_other_blocks(optimizer, name, getattr(asked, "min_8bit_size", BLOCK_NUMEL))
 
 
-def _how_to_step(kind: type[Optimizer], *, has_parts: bool) -> str:
+def _how_to_step(optimizer: Optimizer, *, has_parts: bool) -> str:
     """What to do with an optimizer that is not known, for messages. `has_parts`: it steps parts of DTensors."""
+    kind = type(optimizer)
+    if inner_optimizers(optimizer):
+        return (
+            "It is around another optimizer: if its own code works element by element, or takes norms of parameters "
+            f"and gradients, declare it: streamshard.optim.elementwise({kind.__name__})"
+        )
     run = f"streamshard.optim.WholeParameterOptimizer(model.parameters(), {kind.__name__}, ..)"
     whole = f"To step whole parameters, each on one rank, write optimizer = {run}"
     other = "take another optimizer, such as torch.optim.AdamW"

@@ -390,7 +390,8 @@ def explain_version(error: BaseException | None) -> str | None:
         "if your code changes nothing in place, backward has come to a layer by a tensor that this layer has not "
         "returned, such as an attribute, or attention maps that a hook took; or a layer computes with a view of a "
         "weight of another layer, which does not run. Let the layer return the tensor, give the view a clone(), or "
-        "keep weights in place: StreamShard(model, resident=[layer]). Leave compiled autograd out: it reads the "
+        "keep weights in place: StreamShard(model, resident=[layer]). A loss of derivatives (of a tangent of "
+        "torch.autograd.forward_ad, of a gradient) needs weight_slots='all'. Leave compiled autograd out: it reads the "
         "weights of all layers first"
     )
 

@@ -7,8 +7,10 @@ have elements.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +20,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from streamshard import Precision, full_optimizer_state_dict
-from streamshard.errors import ShardingError
-from streamshard.optim import elementwise
+from streamshard import Precision, full_optimizer_state_dict, load_checkpoint, save_checkpoint
+from streamshard.errors import ConfigError, ShardingError
+from streamshard.optim import WholeParameterOptimizer, elementwise
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import Call, RankContext, everywhere, on_ranks
 from tests.reference import (
@@ -29,6 +31,7 @@ from tests.reference import (
     NEAR,
     assert_same,
     assert_trains_like_plain,
+    built,
     case,
     full_weights,
     piece_of,
@@ -264,6 +267,91 @@ def test_an_optimizer_that_keeps_gradients_in_its_state_is_refused(context: Rank
     _KeepsGrads([{"params": []}, {"params": params}]).step()
     with pytest.raises(ShardingError, match=r"keeps the gradient of '.*' in its state, as 'previous', .*clone\(\)"):
         _KeepsGrads([{"params": params[:1]}, {"params": params[1:]}]).step()
+
+
+@on_ranks(2)
+def test_a_declared_optimizer_with_a_mean_over_each_parameter_is_refused(context: RankContext) -> None:
+    """As timm's are with caution=True. With owners it runs; without caution as it is."""
+    model = sharded_model()
+    for caution in (True, False):
+        kind: Any = type("Lion", (torch.optim.SGD,), {})
+        _backward(model)
+        whole = WholeParameterOptimizer([{"params": [*model.parameters()], "caution": caution}], kind, lr=0.1)
+        whole.step()
+        optimizer = elementwise(kind)([{"params": [*model.parameters()], "caution": caution}], lr=0.1)
+        told = r"with caution=True takes a mean.*WholeParameterOptimizer, or leave caution away"
+        with pytest.raises(ShardingError, match=told) if caution else contextlib.nullcontext():
+            optimizer.step()
+
+
+@elementwise
+class _Rebinds(torch.optim.SGD):
+    """Gives parameters new memory, as much code of others does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            param.data = param.data.clamp(-0.2, 0.2)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_gives_parameters_new_memory_trains_like_on_the_unsharded_model(context: RankContext) -> None:
+    assert_trains_like_plain(context, Stack, stack_step, optimizer=lambda model: _Rebinds(model.parameters(), lr=0.1))
+
+
+class _Around(Optimizer):
+    """SAM and Lookahead in one: steps another optimizer with gradients from elsewhere, and averages weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            self.state[param].setdefault("slow", param.data.clone())
+            self.state[param]["old"] = param.data.clone()
+            param.add_(param.grad * (0.05 / norm))
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for param in params:
+            param.data.copy_(self.state[param]["old"])
+        self.inner.step()
+        for param in params:
+            param.data.copy_(self.state[param]["slow"].lerp_(param.data, 0.5))
+
+
+@on_ranks(2)
+def test_an_optimizer_around_another_one_trains_as_on_the_unsharded_model(context: RankContext, tmp_path: Path) -> None:
+    """Once it is declared: nothing else says that it shards nothing. A checkpoint wants the state of both."""
+    kind: Any = type("Declared", (_Around,), {})
+
+    def train(model: Any, optimizer: Any, *numbers: int) -> None:
+        for number in numbers:
+            _backward(model, number)
+            optimizer.step(functools.partial(_backward, model, number))
+            optimizer.zero_grad()
+
+    models = sharded_model(), sharded_model(), built(Stack)
+    (model, optimizer), (again, other), plain = ((each, kind(each.parameters())) for each in models)
+    with pytest.raises(ShardingError, match=r"It is around another optimizer: .*elementwise\(Declared\)"):
+        train(model, optimizer, 0)
+    elementwise(kind)
+    model.zero_grad()
+    for each in ((model, optimizer), plain):
+        train(*each, 0, 1, 2)
+    with pytest.raises(ConfigError, match="optimizer is around a SGD, whose state is apart: give both"):
+        save_checkpoint(tmp_path, model, optimizer)
+    save_checkpoint(tmp_path, model, {"outer": optimizer, "inner": optimizer.inner})
+    load_checkpoint(tmp_path, again, {"outer": other, "inner": other.inner})
+    for each in ((model, optimizer), (again, other), plain):
+        train(*each, 3)
+    assert_same(full_weights(model), full_weights(plain[0]), "weights", NEAR)
+    assert_same(full_weights(again), full_weights(model), "weights", EXACT)
 
 
 @elementwise
