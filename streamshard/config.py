@@ -236,8 +236,8 @@ class Settings:
     def slots_on(self, world_size: int) -> tuple[SlotCount, GradSlots]:
         """The numbers of weight slots and gradient slots on `world_size` ranks.
 
-        By default 2, and, but over sockets, none beside the weight slots. On one rank without ``offload`` "all", of
-        both.
+        By default 2, and gradients take weight slots, but over sockets two slots of their own. On one rank without
+        ``offload`` "all", of both.
         """
         is_alone = world_size == 1 and self.offload is None  # its all-gathers would only copy
         weights = self.weight_slots or ("all" if is_alone else 2)

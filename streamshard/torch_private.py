@@ -1,4 +1,4 @@
-"""All private functions and classes of torch that the package uses, each with its reason. No other module names one.
+"""Private functions and classes of torch that the package uses, each with its reason. No other module imports one.
 
 Functions that each pass or each layer's forward or backward calls are aliases: a wrapper would cost host time. Other
 modules do use private attributes of modules, tensors, graph nodes and optimizers (``_parameters``, ``_version``) and

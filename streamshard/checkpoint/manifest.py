@@ -242,7 +242,7 @@ def name_of_rank(name: str, rank: int) -> str:
 
 
 def name_of_replica(name: str, replica: int) -> str:
-    """The name in files of a tensor that differs between replicas. The first replica's tensor keeps its own name."""
+    """The name in files of a tensor that differs between replicas. The first replica has no tensor of such a name."""
     return f"replica{replica}/{name}"
 
 

@@ -1,11 +1,11 @@
 """Ranks on accelerators: the backend's own collectives, NCCL's for GPUs.
 
 [Note: sums]
-A mean is a sum over ranks, then a multiplication by 1/N, or by the inverse of another divisor. ncclAvg is not used: it
-rounds 1/N to the dtype of the gradients, and multiplies before it adds. In bf16 every gradient is then 0.2 % too large
-for N = 3 or 6. Also, NVLink switches (NVLS) only add. In fp16 a sum over N ranks could overflow, and N-ths underflow.
-So fp16 gradients are divided by a power of two near the root of N before the sum, which is exact, and by the rest
-afterwards (as in FSDP2).
+A mean is a sum over ranks, then a multiplication by 1/N, or by the inverse of another divisor; in rank order each part
+is multiplied, then added. ncclAvg is not used: it rounds 1/N to the dtype of the gradients, and multiplies before it
+adds. In bf16 every gradient is then 0.2 % too large for N = 3 or 6. Also, NVLink switches (NVLS) only add. In fp16 a
+sum over N ranks could overflow, and N-ths underflow. So fp16 gradients are divided by a power of two near the root of N
+before the sum, which is exact, and by the rest afterwards (as in FSDP2).
 
 [Note: sums in 16 bits]
 If the backend adds up in 16 bits (`SUM_16`), each step along a ring rounds. The mean of independent gradients is off by

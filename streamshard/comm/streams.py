@@ -1,4 +1,4 @@
-"""Streams, the fences between them, and the log of what a rank issues. Every wait of the ordering rules is a `Fence`.
+"""Streams, the fences between them, and the log of what a rank issues. A wait of the ordering rules is a `Fence`.
 
 On an accelerator streams are the device's. On the CPU streams are names only: computation runs in the calling thread,
 communication in the backend's threads, and a fence holds the pending works that its wait completes. Observers, such as

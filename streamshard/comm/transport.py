@@ -4,11 +4,12 @@
 machine. The tests add one that delays messages on purpose (`tests/adversary.py`).
 
 [Note: reductions]
-Every reduction divides the sum over ranks, in fp32, and writes the quotient to main grads. The divisor is the number of
-ranks, or follows from `set_gradient_divide_factor`. `ReductionMode` says what is sent and summed. Where chunks are
-exchanged (`IN_ORDER`, and all modes on gloo), rank r receives its chunk from every other rank and sums in rank
-order, so results depend neither on a ring's rounding nor on timing. gloo's own reduce_scatter was 4 to 14 times slower
-than this exchange (docs/internals/log.md).
+Every reduction writes the sum over ranks, divided, to main grads. It divides in fp32: the sum, or in rank order each
+rank's part; sums in fp16 see [Note: sums] in `streamshard.comm.nccl`. The divisor is the number of ranks, or follows
+from `set_gradient_divide_factor`. `ReductionMode` says what is sent and summed. Where chunks are exchanged (`IN_ORDER`,
+and all modes on gloo), rank r receives its chunk from every other rank and sums in rank order, so results depend
+neither on a ring's rounding nor on timing. gloo's own reduce_scatter was 4 to 14 times slower than this exchange
+(docs/internals/log.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The changes of a model's modules: their classes, their `_parameters` dicts, and state-dict hooks.
 
-`attach` makes these changes, as the last step of sharding. While a unit's layer runs, the layer's modules hold
-unsharded parameters. At other times they hold `OutsideParameters`.
+`attach` makes these changes when everything is allocated. While a unit is bound, its modules hold unsharded parameters.
+At other times they hold `OutsideParameters`.
 """
 
 from __future__ import annotations

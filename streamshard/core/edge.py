@@ -1,6 +1,6 @@
 """Where torch calls a pass: calls of modules, tensors that autograd saves, and weights read outside of their layer.
 
-Each function here reports one such event to the pass under way. `streamshard.core.forward` and
+Most functions here report one such event to the pass under way. `streamshard.core.forward` and
 `streamshard.core.backward` decide what follows. Events of a backward are in `streamshard.core.graph_hooks`, hooks of
 loading and saving in `streamshard.core.attach`, hooks of optimizers in `streamshard.core.optimizer_hooks`.
 

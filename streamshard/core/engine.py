@@ -106,7 +106,7 @@ class Phase(Protocol):
         """
 
     def recover(self) -> None:
-        """If an exception has ended this pass, clean up. The engine is between passes afterwards."""
+        """If an exception has ended this pass, clean up: the engine is between passes afterwards. Else do nothing."""
 
 
 _ALL_KINDS = (True, False)
@@ -233,9 +233,10 @@ class Engine:
 
     @property
     def current(self) -> Phase | None:
-        """The pass to which a call of a module belongs now; None: there is none."""
+        """The pass to which a read of a weight belongs now; None: there is none."""
         phase = self.phase
-        return phase if phase is not None and phase.is_current else None
+        # Compiled code asks too, which cannot trace a question for the thread.
+        return phase if phase is not None and (phase.is_forward or phase.is_current) else None
 
     def recover(self) -> None:
         """Clean up after a backward that an exception has ended. Does nothing in a pass or between passes."""

@@ -5,6 +5,8 @@ For a unit without a visit left in the order see [Note: out of order] in `stream
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from streamshard.comm.flight_recorder import RecordKind
@@ -69,9 +71,10 @@ def begin_forward(engine: Engine, units: frozenset[int], inputs: object, *, is_w
 def _refuse_pass(engine: Engine) -> None:
     """Raise if no pass can begin. See `begin_forward`."""
     if engine.phase is not None:
+        other = "forward" if engine.phase.is_forward else "backward"
         raise ShardingError(
-            "a forward begins in one thread while a backward of the same model runs in another, and their layers would "
-            "take each other's buffers: call the model after the backward"
+            f"a forward begins in one thread while a {other} of the same model runs in another, and their layers would "
+            "take each other's buffers: call the model afterwards"
         )
     if engine.is_summoned:
         raise ShardingError(
@@ -96,9 +99,9 @@ class Forward(Phase):
     """
 
     is_forward = True
-    is_current = True
 
     def __init__(self, engine: Engine, units: frozenset[int]) -> None:
+        self._thread = threading.get_ident()
         self._has_graph = has_graph = torch.is_grad_enabled()
         visits = list(filter(units.__contains__, engine.order.order))
         self.graph = Graph(engine.plan, {ROOT_UNIT: engine.root_unit.versions()} if has_graph else {})
@@ -117,6 +120,11 @@ class Forward(Phase):
         self._reach(engine.root_unit)
         self._begin_use(engine.root_unit)
         engine.root_unit.set_bound(True)
+
+    @property
+    def is_current(self) -> bool:
+        """See `Phase`. A call in another thread would be a pass of its own."""
+        return threading.get_ident() == self._thread
 
     # -- layers ---------------------------------------------------------------------------------------------------
 
@@ -261,6 +269,8 @@ class Forward(Phase):
         engine = self._engine
         engine.phase = None
         engine.streams.observe(StepPart.FORWARD, ROOT_UNIT, begins=False)
+        if error is not None:
+            engine.profiler.close()  # a layer that was refused has begun
         refused: ShardingError | None = None  # raised last: the rest of the program comes first, for other ranks
         if error is None:
             try:

@@ -1,7 +1,7 @@
 """Where autograd calls a backward: nodes of the graph, gradients of look-ups, heads and parameters, and its end.
 
-Each function here reports one such event to `streamshard.core.backward`, and begins the backward if none runs. All
-hooks of autograd's nodes and parameters are here, and no state; hooks of saved tensors are in
+Each function here reports one such event to `streamshard.core.backward`, and begins the backward if none runs. The
+engine's hooks of autograd's nodes and parameters are here, and no state; hooks of saved tensors are in
 `streamshard.core.edge`.
 
 [Note: the end of a backward]

@@ -61,9 +61,12 @@ class HostGrads:
         """Apply all factors. The host is about to use main grads, and has waited for copies."""
         self._normed.clear()  # not all writes show in version counters: a loss scaler's on the CPU does not
         pending, self._factors = self._factors, {}
+        on_host: dict[torch.Tensor, torch.Tensor] = {}  # most parameters have one factor: the host waits for it once
         for param, factors in pending.items():
             for factor in factors:
-                param.main_grad.mul_(factor.to(param.main_grad.device))
+                if factor not in on_host:
+                    on_host[factor] = factor.to(param.main_grad.device)
+                param.main_grad.mul_(on_host[factor])
 
     @property
     def multiplied(self) -> Set[Param]:

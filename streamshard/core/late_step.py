@@ -1,9 +1,9 @@
 """An optimizer's step that is carried out later, unit by unit, on state that lies in host memory.
 
-`optimizer.step()` copies the options of its groups and returns. The next forward steps each unit right before it
-fetches the unit's weights: main weights, main grads and state of a chunk are copied to the device, the optimizer's own
-class steps them there, and weights and state are copied back. So an update has the same bits as without `offload`, and
-nearly all of it overlaps with compute.
+`optimizer.step()` copies the options of its groups and returns, unless it makes state. The next forward steps each unit
+right before it fetches the unit's weights: main weights, main grads and state of a chunk are copied to the device, the
+optimizer's own class steps them there, and weights and state are copied back. So an update has the same bits as without
+`offload`, and nearly all of it overlaps with compute.
 """
 
 from __future__ import annotations

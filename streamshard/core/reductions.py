@@ -2,7 +2,7 @@
 
 `Reductions` owns the reductions under way. `UsedParams` lets ranks agree on which parameters had a gradient. A
 parameter that no rank used keeps ``grad = None``, so the optimizer skips it, as under DistributedDataParallel. A CUDA
-rank that has used all parameters knows the answer, and does not wait for the exchange.
+rank that has used all parameters knows the answer, and its host does not wait for the exchange.
 
 [Note: steps inside backward]
 If a parameter has a hook of the user (``register_post_accumulate_grad_hook``), its unit gives gradients to the

@@ -22,7 +22,7 @@ from streamshard.planning.structure import leave_inference_mode
 
 
 class Ledger:
-    """Allocates buffers and knows them all. Owns every buffer of the engine.
+    """Allocates buffers and knows them. Owns every buffer of the engine, but for chunks of late steps.
 
     Args:
         streams: they use the buffers, which live on their device.
@@ -68,7 +68,7 @@ class Ledger:
         self._streams.keep(buffer)
 
     def hold(self, category: Category, tensor: torch.Tensor) -> None:
-        """Count `tensor`, which the user's model has made."""
+        """Count `tensor`, which others have made: the user's model, or main grads whose memory comes and goes."""
         self.buffers.append((category, tensor))
 
     def free(self, buffers: Sequence[torch.Tensor]) -> None:

@@ -74,7 +74,8 @@ class Unit:
     """The parameters of a layer, of several small layers, of a large module, or of the root unit. Owns no buffers.
 
     A unit is *bound* while its modules hold unsharded parameters: while one of its layers runs, and in backward from
-    the first use of its weights until its reduction. The root unit is bound for a whole pass.
+    the first use of its weights until the next unit's visit. The root unit is bound for a whole pass, and a head that
+    code reads until the forward ends.
 
     Args:
         index: position in the engine's list of units; index 0 is the root unit.

@@ -50,9 +50,9 @@ class GradState(enum.IntEnum):
     GIVEN = enum.auto()
     """``.grad`` of parameters is their part of main grads, or None. So it is between backwards, if none wait."""
     EMPTY = enum.auto()
-    """In a backward: main grads hold nothing, so the next reduction overwrites them."""
+    """In backwards until gradients are given: main grads hold nothing, so the next reduction overwrites them."""
     FILLED = enum.auto()
-    """In a backward: main grads hold ``.grad`` from before, or earlier reductions, to which the next one adds."""
+    """As before: main grads hold ``.grad`` from before, or earlier reductions, to which the next one adds."""
 
 
 GRAD_TRANSITIONS = {

@@ -8,10 +8,10 @@ in every forward, and hardly ever changes a value.)
 [Note: absent weights]
 A streamed unit has its weights in a slot only while one of its layers runs. At other times its unsharded parameters
 have another class, `AbsentWeight`, which answers questions about shape, dtype and device. Any other operation needs the
-values: it raises and names the weight if the unit is streamed, and all-gathers the unit if it is resident. An unsharded
-parameter stays the same object, in graphs and in Python, so code that keeps one never reads another layer's weight.
-Gradients may take the slot of a resident unit or of the root unit. Its weights are absent then, until the unit is
-gathered again. A read of the root unit's weights raises.
+values: it raises and names the weight if a layer is streamed, and all-gathers a resident unit, or an embedding or head
+at its turn. An unsharded parameter stays the same object, in graphs and in Python, so code that keeps one never reads
+another layer's weight. Gradients may take the slot of a resident unit or of the root unit. Its weights are absent then,
+until the unit is gathered again. A read of the root unit's weights raises then.
 
 Saved tensors have no such class. So while a weight is absent, its version counter, which its views share, holds a
 special number, 16777216 or more. Autograd then refuses to use it: its error says that a tensor "is at version

@@ -165,7 +165,7 @@ class RunLog:
         """Wait until the device has done the interval's steps. Returns this rank's mean loss; 0 without losses."""
         # Without losses a number on the device: to read it waits as well.
         losses = self._losses or [torch.zeros((), device=self._ranks.streams.device)]
-        return torch.stack(losses).double().mean().item()
+        return torch.stack([loss.reshape(()) for loss in losses]).double().mean().item()  # they may have a dim of 1
 
     def _measure(self) -> dict[str, float]:
         """The interval's values. Collective: one all-reduce, which brings a row of each rank to all ranks."""

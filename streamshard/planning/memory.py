@@ -48,7 +48,7 @@ S is the sum of the sizes of this rank's shards in elements, padding included; N
     scratch             as the transport asks, at most p times the elements of the largest block for sums in fp32; from
                         the first reduction of a backward to the last one
     all-gather inputs   if state is cut over replicas: w/N bytes of the wire dtype, of all parameters
-    flags               N + 1 per parameter; R N + N + 1 with R replicas
+    flags               on CPUs N + 1 per parameter; R N + N + 1 with R replicas. On devices 2; 3 with replicas
     staging             with ``offload``: 8 times the elements of the largest shard that trains. If state is cut over
                         replicas: 8/N bytes per element of the largest unit; in ``no_sync()`` 4/N of all that train
     norms               with ``offload``: 8 per parameter that trains

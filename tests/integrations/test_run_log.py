@@ -121,7 +121,7 @@ def test_trackers_of_accelerate_get_the_values(context: RankContext) -> None:
         accelerator = StreamShardAccelerator(log_with=Tracker())
         accelerator.init_trackers("run")
         log = RunLog(accelerator.prepare(TinyLM()), accelerator, every=2)
-        found = [log.step(8, torch.ones((), device=context.device)) for _ in range(4)]
+        found = [log.step(8, torch.ones((1,) * (number % 2), device=context.device)) for number in range(4)]
     assert Tracker.kept == ([(2, found[1]), (4, found[3])] if context.rank == 0 else [])
 
 

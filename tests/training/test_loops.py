@@ -256,8 +256,8 @@ def test_when_a_backward_fails_earlier_gradients_are_discarded(context: RankCont
 
 
 @on_ranks(2)
-def test_another_thread_cannot_use_the_model_during_a_backward(context: RankContext) -> None:
-    """Its call raises, and the backward goes on."""
+def test_another_thread_cannot_use_the_model_during_a_pass(context: RankContext) -> None:
+    """Its call raises, and the pass goes on."""
     model = sharded_model()
     raised: list[str] = []
 
@@ -267,14 +267,22 @@ def test_another_thread_cannot_use_the_model_during_a_backward(context: RankCont
         except ShardingError as error:
             raised.append(str(error))
 
-    def ask(grad: Tensor) -> None:
-        for call in (model.state_dict, lambda: model(vector_batch(1, 0))):
+    def ask(*calls: Callable[[], object]) -> None:
+        for call in calls:
             thread = threading.Thread(target=call_aside, args=(call,))
             thread.start()
             thread.join()
 
-    model.layers[1].register_forward_hook(lambda module, args, out: out.register_hook(ask) and None)
+    def forward() -> object:
+        return model(vector_batch(1, 0))
+
+    def hook(module: object, args: object, out: Tensor) -> None:
+        ask(forward, lambda: model.layers[0](vector_batch(1, 0)))
+        out.register_hook(lambda grad: ask(model.state_dict, forward))
+
+    model.layers[1].register_forward_hook(hook)
     with mock.patch.object(backward, "_LETS_GO_WITHIN_S", 0.05):
         model(vector_batch(0, context.rank)).square().mean().backward()
-    assert "state_dict() of" in raised[0] and "a forward begins in one thread" in raised[1]
+    told = ["while a forward of"] * 2 + ["state_dict() of", "a forward begins in one thread while a backward of"]
+    assert all(each in error for each, error in zip(told, raised, strict=True)), raised
     assert all(param.grad is not None for param in model.parameters())
