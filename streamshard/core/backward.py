@@ -64,6 +64,7 @@ class Backward(Phase):
         # reduction would be too early before. Other ranks may have called them only once.
         self._waiting: set[int] = set()
         self._read: list[Unit] = []  # whose weights code of the pass has read, outside of their layers
+        self._bound: dict[Unit, None] = {}  # units of layers that it has bound: in deep models few of many
         self._unbound: set[Unit] = set()  # units that are used without being bound
         self._recomputing: list[Unit] = []  # units of the layers that run forward, one inside the other
 
@@ -153,6 +154,7 @@ class Backward(Phase):
         unit.wait_until_ready()
         if binds:
             unit.set_bound(True)
+            self._bound[unit] = None
         else:
             self._unbound.add(unit)
         if unit.guard.is_gone:
@@ -178,9 +180,10 @@ class Backward(Phase):
         """`unit` computes from now on: visits before number `visit`, its own, are over."""
         engine = self._engine
         engine.streams.observe(StepPart.BACKWARD, unit.index, begins=True)
-        for other in engine.units[1:]:
-            if other.is_bound and other is not unit:
+        for other in self._bound:
+            if other.is_bound and other is not unit and other is not engine.root_unit:
                 other.release()
+        self._bound = {unit: None} if unit.is_bound else {}
         self._schedule.current = unit.index
         engine.issue(self._schedule.advance_to(visit))
 
