@@ -20,6 +20,7 @@ from streamshard.core.optimizer_kinds import inner_optimizers, params_in
 from streamshard.core.params import Param
 from streamshard.device import module_of
 from streamshard.errors import ConfigError, ShardingError
+from streamshard.guards.modules import original_class
 from streamshard.guards.sharded_tensor import piece_of
 from streamshard.planning.structure import params_of
 
@@ -132,7 +133,7 @@ def class_name(value: object) -> str:
     if (described := getattr(value, "described_class", None)) is not None:
         return str(described)
     # A sharded model's class is a subclass of the user's.
-    kind = getattr(type(value), "_streamshard_original", type(value))
+    kind = original_class(type(value))
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

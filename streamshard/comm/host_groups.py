@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not re-exported in stubs
 
-from streamshard.comm.tree import connect_tree
+from streamshard.comm.tree import gather_to_first, send_to_all
 from streamshard.device import serves
 from streamshard.errors import CommunicationError
 from streamshard.torch_private import backend_of, set_timeout
@@ -165,7 +165,9 @@ def make_host_group(group: dist.ProcessGroup, timeout: datetime.timedelta) -> di
         limit = min(timeout, _CONNECTED_WITHIN / _CONNECTION_WAITS)
         made: dist.ProcessGroup = dist.new_group(ranks, limit, "gloo", use_local_synchronization=is_of_some)
         dist.all_reduce(torch.zeros(1, device="cpu"), group=made)  # connects a ring, see `gloo_settings`
-        connect_tree(made, limit)
+        # Ranks that exchange messages in a tree connect now: later they wait for each other far longer.
+        gathered = gather_to_first(made, b"", limit)
+        send_to_all(made, None if gathered is None else b"", limit)
     # Made with a shorter one, so that nobody waits long for a rank that dies while it connects.
     set_timeout(timeout, made)
     state_of(made).host_of = weak(made)

@@ -255,16 +255,12 @@ class SharedMemoryTransport(PairwiseTransport):
 
     def free_visible(self, buffer: torch.Tensor) -> None:
         """See `Transport.free_visible`."""
-        if self.holds(buffer):
+        if self._own.holds(buffer):
             self._own.free(buffer)
 
     def scratch_numel(self, shard_numel: int, mode: ReductionMode, dtype: torch.dtype, limit: int) -> int:
         """No scratch: chunks are read in place, not received."""
         return 0
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in memory that other ranks read."""
-        return self._own.holds(tensor)
 
     def _everywhere(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensor at the place of `tensor` in the memory of each rank."""
@@ -281,7 +277,7 @@ class SharedMemoryTransport(PairwiseTransport):
         key = tag, sent.data_ptr(), slot.data_ptr(), sent.numel(), sent.dtype
         copies = self._copies.get(key)
         if copies is None or not is_of_step:
-            if not is_of_step or not self.holds(sent):  # send it through gloo
+            if not is_of_step or not self._own.holds(sent):  # send it through gloo
                 return super().start_gather(gather)
             copies = self._copies[key] = self._plan_copies(sent, slot)
         self._issue(RecordKind.GATHER, Collective.ALL_GATHER, tag, reads=(shard,), writes=(slot,))

@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -377,20 +378,20 @@ class IssueLog:
         self.time_s = self.waiting_since_s = time.time()
         self.waits: list[RankWait] = []
         self.failure: str | None = None
-        self._entries: list[Entry | None] = [None] * _ENTRIES
+        self._entries: deque[Entry] = deque(maxlen=_ENTRIES)
 
     def add(self, kind: int, tag: int = 0) -> None:
         """Record that this rank issues `kind`, a `RecordKind`, for the flat parameter of `tag`."""
         entry = (self.count, kind, tag)
         self.digest = hash((self.digest, entry))  # of integers, which every process hashes alike
-        self._entries[self.count % _ENTRIES] = entry
+        self._entries.append(entry)
         self.count += 1
         self.time_s = time.time()
 
     def entries(self) -> dict[int, Entry]:
         """The entries that the log still has, by number."""
         # A copy: this rank may add entries while another thread reads.
-        return {entry[0]: entry for entry in list(self._entries) if entry is not None}
+        return {entry[0]: entry for entry in list(self._entries)}
 
 
 class RankWait:

@@ -49,12 +49,6 @@ def send_to_all(group: dist.ProcessGroup, data: bytes | None, timeout: datetime.
     return data
 
 
-def connect_tree(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
-    """Let ranks that exchange messages connect now: later they wait for each other far longer. Collective."""
-    gathered = gather_to_first(group, b"", timeout)
-    send_to_all(group, None if gathered is None else b"", timeout)
-
-
 def _pack(messages: Sequence[Hashable]) -> bytes:
     """One message of many. It has equal ones once."""
     place_of = {each: place for place, each in enumerate(dict.fromkeys(messages))}

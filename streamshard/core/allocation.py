@@ -148,6 +148,7 @@ def join_slots(units: Sequence[Unit], plan: SlotPlan, ledger: Ledger) -> None:
         # A gradient slot that is no weight slot stays the unit's.
         unit.use_slots(kept, grads.get(kept, unit.grads.slot))
         if unit.index in plan.ends:
-            unit.take_turns()
+            unit.is_streamed = True
+            unit.guard.share()
     kept.is_shared = True  # it may have been an end's own
     ledger.free([slot.buffer for slot in slots if slot is not kept])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from streamshard.config import Precision
-from streamshard.core.edge import OutsideParameters, Watched, ask_for, compute_in_fp32, watch
+from streamshard.core.edge import OutsideParameters, Watched, ask_for, compute_in_fp32
 from streamshard.core.engine import ROOT_UNIT, Engine
 from streamshard.core.graph_hooks import register_gradient_hooks, register_tied_hook
 from streamshard.core.module_state import Handle, refuse_in_pass
@@ -25,6 +25,7 @@ from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
 from streamshard.forms import DTensorForm, form_of
 from streamshard.guards.loop import Members
+from streamshard.guards.modules import HANDLE, change_class, watched_class
 from streamshard.guards.sharded_tensor import ShardedTensor, piece_of
 from streamshard.planning.discovery import FoundUnit, owners_of
 from streamshard.planning.structure import InFp32, join_names, modules_inside, modules_of, params_of
@@ -90,7 +91,8 @@ def attach(base: type, root: nn.Module, found: Sequence[FoundUnit], engine: Engi
             if module is root:
                 output_dtype = engine.precision.output_dtype
                 handle = handle._replace(output_dtype=output_dtype, is_root=True, members=members)
-            watch(module, handle, base if module is root else Watched)
+            module.__dict__[HANDLE] = handle
+            change_class(module, watched_class(type(module), base if module is root else Watched))
 
 
 def _tied_heads(root: nn.Module, engine: Engine, engine_of: Callable[[], Engine | None]) -> dict[nn.Module, TiedHead]:

@@ -26,7 +26,7 @@ from streamshard.core.graph_hooks import need_weights, watch_lookups, watch_node
 from streamshard.core.module_state import Handle, handle_of
 from streamshard.core.unit import Unit
 from streamshard.errors import ShardingError
-from streamshard.guards.modules import HANDLE, ShardedModule, change_class, watched_class
+from streamshard.guards.modules import HANDLE, ShardedModule
 from streamshard.guards.weights import advice, refuse_absent, refuse_read
 from streamshard.nested import Copies, cast, cast_inputs, cast_output, moved, refuse_lost_writes, tensors_in, waited
 from streamshard.planning.structure import modules_inside
@@ -42,12 +42,6 @@ class Watched(ShardedModule):
         handle: Handle = self.__dict__[HANDLE]
         call = call_unit if handle.unit is not None else call_pass
         return call(handle, self, super().__call__, args, kwargs)
-
-
-def watch(module: nn.Module, handle: Handle, base: type = Watched) -> None:
-    """Replace `module`'s class by a watched one that also derives from `base`, and set its handle."""
-    module.__dict__[HANDLE] = handle
-    change_class(module, watched_class(type(module), base))
 
 
 # -- calls --------------------------------------------------------------------------------------------------------

@@ -260,6 +260,7 @@ class HostState:
                 self._stored[unit].wait()  # rule 8
                 try:
                     step.run(self, unit, fills_slot=fills_slot)
+                    self._stored[unit].record()  # its last chunk is on its way to the host
                 except BaseException as error:
                     self._failure, self._late = describe(error), []
                     raise
@@ -279,10 +280,6 @@ class HostState:
         """A chunk is stepped: STORE waits (rule 8)."""
         self._stepped.record()
         self._stepped.wait()  # rule 8
-
-    def stored(self, unit: int) -> None:
-        """The last chunk of the unit with this index is on its way to the host."""
-        self._stored[unit].record()
 
     # -- readers --------------------------------------------------------------------------------------------------
 

@@ -201,7 +201,6 @@ class LateStep:
                 host.launch(StreamName.FETCH, Collective.STEP, step, *chunk.touched(fills_slot=fills_slot))
                 host.stepped()
                 host.launch(StreamName.STORE, Collective.COPY, chunk.store, (), chunk.stored())
-        host.stored(unit)
 
     def _step(self, chunk: _Chunk, device: torch.device, *, fills_slot: bool) -> None:
         with _plain_torch(device):

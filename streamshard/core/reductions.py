@@ -33,6 +33,7 @@ from streamshard.core.unit_grads import GradState
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.guards.loop import Progress
 from streamshard.planning.memory import Category
+from streamshard.planning.structure import replacing
 from streamshard.torch_private import AsTensors
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def call_hooks(params: Sequence[nn.Parameter], progress: Progress) -> None:
     with AsTensors():
         all_hooks = list(map(_hooks_of, params))
     if any(all_hooks):
-        with progress.calling_hooks():
+        with replacing((vars(progress), "calls_hooks", True)):
             for param, hooks in zip(params, all_hooks, strict=True):
                 for hook in list((hooks or {}).values()):  # a copy: a hook may remove itself
                     hook(param)

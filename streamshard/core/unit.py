@@ -164,11 +164,6 @@ class Unit:
                 flat.move_grads(grad_slot)
         self.weight_slot, self.grads.slot = weight_slot, grad_slot
 
-    def take_turns(self) -> None:
-        """The unit shares the block slots from now on."""
-        self.is_streamed = True
-        self.guard.share()
-
     def add_binding(self, owner: nn.Module, key: str, sharded: object, computing: object) -> None:
         """While the unit is bound, ``owner.__dict__[key]`` is `computing`, else `sharded`."""
         self._bindings.append((weakref.ref(owner), key, (sharded, computing)))

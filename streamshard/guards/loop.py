@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -16,7 +15,7 @@ from streamshard.comm.streams import Streams
 from streamshard.errors import RankMismatchError, ShardingError
 from streamshard.guards.sharded_tensor import CALL_BACKWARD
 from streamshard.nested import sums_of_bits, tensors_in
-from streamshard.planning.structure import join_names, modules_of, params_of, replacing
+from streamshard.planning.structure import join_names, modules_of, params_of
 from streamshard.torch_private import (
     graph_task_id,
     innermost_transform,
@@ -135,20 +134,17 @@ class Progress:
 
     Attributes:
         is_unreached: the model has run forward with gradients, and not backward since.
+        calls_hooks: hooks of the user's run inside backward, for gradients that are complete: they may step.
         has_stepped: an optimizer has stepped the model's parameters since ranks last exchanged flags.
         is_local: gradients are not averaged over replicas, so only `LocalSGD` may step.
         names: of the model's parameters.
     """
 
     def __init__(self) -> None:
-        self._calls_hooks = self.is_local = False
+        self.calls_hooks = self.is_local = False
         self.is_unreached = False
         self.has_stepped = True
         self.names: Mapping[Any, str] = {}
-
-    def calling_hooks(self) -> AbstractContextManager[None]:
-        """The engine calls hooks of the user's inside backward, for gradients that are complete: they may step."""
-        return replacing((vars(self), "_calls_hooks", True))
 
     def begin(self, names: Mapping[nn.Parameter, str]) -> None:
         """Look at all steps from now on."""
@@ -183,7 +179,7 @@ def check_step(params: Sequence[torch.Tensor], *, makes_grads: bool) -> None:
                     "although the model has run forward: no backward has come to it. backward(inputs=...) does not "
                     "find sharded parameters, because layers compute with all-gathered copies: " + CALL_BACKWARD
                 )
-        if not progress._calls_hooks and graph_task_id() != -1:
+        if not progress.calls_hooks and graph_task_id() != -1:
             raise ShardingError(
                 f"an optimizer steps {name!r} inside backward, with a part of its gradient: a hook of "
                 "register_post_accumulate_grad_hook has got the gradient of a penalty on the weight itself, such as "

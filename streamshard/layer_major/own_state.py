@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import random
 import sys
@@ -88,9 +87,9 @@ def with_other_numbers(state: ThreadState, count: int) -> Sequence[ThreadState]:
     told = b"".join(
         each.numpy().tobytes() if isinstance(each, torch.Tensor) else pickle.dumps(each) for each in state.random
     )
-    seeds = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big"))
+    seeds = random.Random(told)
     states = [state]
-    for seed in torch.randint(2**62, (count - 1,), generator=seeds, device="cpu").tolist():
+    for seed in (seeds.getrandbits(62) for _ in range(count - 1)):
         fresh = [torch.Generator(generator.device).manual_seed(seed) for generator in generators_of(state.device)]
         numbers: list[Any] = [*(generator.get_state() for generator in fresh), random.Random(seed).getstate()]
         if len(state.random) > len(numbers):
