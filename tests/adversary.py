@@ -183,7 +183,7 @@ class AdversarialTransport(Transport):
         """See `Transport.before_talk`. The others may wait for our part of something."""
         self.complete()
 
-    def progress(self) -> None:
+    def advance(self) -> None:
         """See `Transport.progress`: nothing is early here."""
 
     def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> _Late | None:

@@ -338,7 +338,7 @@ class SharedMemoryTransport(PairwiseTransport):
         own.counters[Counter.WRITTEN] = number + 1  # behind the digest, which others read when they see it
         return _Until(functools.partial(self.sum_until, number + 1, for_all=True))
 
-    def progress(self) -> None:
+    def advance(self) -> None:
         """See `Transport.progress`. Takes each sum once all ranks have written, so that no rank waits later."""
         while self._started:
             number, written = self._own.counters[Counter.SUMMED], self._own.written
@@ -380,7 +380,7 @@ class SharedMemoryTransport(PairwiseTransport):
             if self._gathers and counter > Counter.READ:
                 self.copy_until(min(each.counters[Counter.PUBLISHED] for each in self._buffers), for_all=False)
             elif self._started and counter <= Counter.READ:
-                self.progress()
+                self.advance()
             looks += 1
             if looks < _YIELDS:
                 os.sched_yield()  # another rank may need this core

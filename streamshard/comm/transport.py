@@ -216,7 +216,7 @@ class Transport(abc.ABC):
         """
         return works
 
-    def progress(self) -> None:  # noqa: B027  # backends with threads of their own need no help
+    def advance(self) -> None:  # noqa: B027  # backends with threads of their own need no help
         """Advance pending collectives without waiting. Called with every gradient."""
 
     def _issue(

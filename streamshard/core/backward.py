@@ -219,9 +219,10 @@ class Backward(Phase):
             self._recompute(self._recomputing[-1])  # the inner layer's visit may have released it
 
     def _recompute(self, unit: Unit) -> None:
-        # The visit before ends when backward comes to this unit. A checkpoint may recompute several units, in the order
-        # of forward, while the last one's backward runs: nodes of a unit's outputs tell when its own begins (`need`). A
-        # reentrant checkpoint has no such nodes, but recomputes all its units before the last one's backward.
+        # Does a visit begin with this recomputation? Usually not: a checkpoint recomputes its units in the order of
+        # forward, while the last one's backward runs, and nodes of a unit's outputs tell when its own begins (`need`).
+        # A reentrant checkpoint has no such nodes, and recomputes all its units before the last one's backward: that
+        # one's visit begins when it is recomputed.
         if unit.is_streamed and self.graph is not None and unit.index in self.graph.silent:
             visit, following = self._schedule.find(unit.index), self._schedule.following
             if visit is not None and self.graph.called.isdisjoint(self._schedule.visits[following:visit]):

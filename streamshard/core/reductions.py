@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from streamshard.core.outer_shards import OuterShards
     from streamshard.core.replicas import Replicas
 
-_trains_of = operator.attrgetter("trains")
+_trainability_of = operator.attrgetter("trains")
 _sharded_of, _hooks_of = operator.attrgetter("sharded"), operator.attrgetter("_post_accumulate_grad_hooks")
 _EXTRA = 6  # numbers behind the flags of parameters, see `UsedParams`
 
@@ -124,7 +124,7 @@ class Reductions:
         """Autograd has made a gradient of the unit with this index, on the current stream. Called for each gradient."""
         self.made.add(unit)
         if self._stream is None:
-            self._gather_ranks.transport.progress()  # with shared memory: adds up what all ranks have written
+            self._gather_ranks.transport.advance()  # with shared memory: adds up what all ranks have written
         elif self._stream != (stream := self.ranks.streams.device_stream(StreamName.COMPUTE)):
             # Of a layer on a stream of its own, as shared experts: the backward's waits for it only at the end.
             self._others.setdefault(unit, set()).add(stream)
@@ -307,7 +307,10 @@ class UsedParams:
         flags: list[int] = []
         for unit in self._units:
             flags += map(use_of, unit.params)
-        for number in (self.micro_batches, hash(tuple(itertools.chain.from_iterable(map(_trains_of, self._units))))):
+        for number in (
+            self.micro_batches,
+            hash(tuple(itertools.chain.from_iterable(map(_trainability_of, self._units)))),
+        ):
             flags += number % 256, 255 - number % 256  # in a byte
         flags += follows_step, not follows_step
         with self._exchanging:

@@ -201,8 +201,8 @@ class GradSlot:
         what: the slot's name in messages.
 
     Attributes:
-        content: index of the unit whose unreduced gradients are in the slot; None: of no unit, but for a tied head's.
-            A reduction may still read the slot: `drained`.
+        content: index of the unit whose unreduced gradients are in the slot. None: of no unit; a tied head's may lie
+            there, and a reduction may still read the slot (`drained`).
         written: fence of rule 4, recorded after a unit's gradients.
         drained: fence of rule 3, recorded after the reduction.
     """

@@ -40,7 +40,7 @@ _is_there = partial(operator.is_not, None)
 _sharded_of, _given_of, _was_given, _main_grads_of = map(
     operator.attrgetter, ("sharded", "given", "was_given", "main_grads")
 )
-_grad_of = operator.attrgetter("grad")
+_lookup_grad_of = operator.attrgetter("grad")
 _RANGES = 8  # of rows of an embedding: one range of its gradient exists at a time
 
 
@@ -180,7 +180,7 @@ class UnitGrads:
 
     def _write_parts(self, param: Param, grad: torch.Tensor | None, *, adds: bool) -> list[torch.Tensor]:
         """Write a gradient made in parts: early (of a tied head), by look-ups, and `grad`. Returns the tensors read."""
-        parts = list(map(_grad_of, param.lookups))
+        parts = list(map(_lookup_grad_of, param.lookups))
         if param.is_tied_written and grad is not None:
             self.write_tied(param, grad, ())
             parts.append(grad)
@@ -218,13 +218,12 @@ class UnitGrads:
                 self.move(GradState.EMPTY)
                 return
             self.make_memory()  # a new `.grad` of the user's is copied there
-            are_same = True
+            is_exchanged = False  # the user has put another tensor in the place of a gradient that was given, or None
             for param, grad in zip(self.params, held, strict=True):
                 param.is_kept = grad is not None
-                is_same = not param.was_given if grad is None else param.adopt_grad(grad)
+                is_exchanged |= param.was_given if grad is None else not param.adopt_grad(grad)
                 set_grad(param.sharded, None)
-                are_same = are_same and is_same
-            if not are_same:
+            if is_exchanged:
                 self._end_life()
         self.move(GradState.FILLED)
         for param in self.params:

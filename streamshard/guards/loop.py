@@ -52,7 +52,7 @@ def refuse_transforms(streams: Streams | None = None) -> None:
     if transform_level() is not None and (transform := innermost_transform()) is not None:
         raise ShardingError(
             f"a StreamShard model inside torch.func ({transform}): such transforms allow no writes, and an all-gather "
-            "writes weights. Use backward(), torch.autograd.grad of inputs, or for forward mode torch.autograd.forward_ad"
+            "writes weights. Use backward(), torch.autograd.grad of inputs, or torch.autograd.forward_ad"
         )
 
 

@@ -160,7 +160,8 @@ class Schedule:
     def read(self, unit: int, *, is_inside: bool) -> None:
         """Note that weights of the resident `unit` are read. No visit is over.
 
-        Only a read before the first visit counts as out of order: backward would reach it last.
+        A read before the pass's first visit counts as out of order, because backward would come to it last. Later reads
+        do not.
 
         Args:
             unit: the unit whose weights are read.

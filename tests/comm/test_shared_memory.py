@@ -158,7 +158,7 @@ def test_collectives_of_different_layers_are_never_mixed(context: RankContext) -
     work = transport.start_reduce(Reduction(room, out, torch.empty(0), ReductionMode.FP32, False, tag, 2.0))
     assert work is not None
     dist.barrier()
-    transport.progress()  # has no guard that would say what differs
+    transport.advance()  # has no guard that would say what differs
     with pytest.raises(CommunicationError, match=said), engine_inside(model).ranks.waiting("a sum"):
         work.wait()
     assert out.tolist() == [0.0] * 4

@@ -171,7 +171,7 @@ def _check_reductions_of(dtype: torch.dtype, ranks: Communicator, mode: Reductio
             wanted.append(mean)
             _let_read(transport)
             works.append(transport.start_reduce(Reduction(slot, out, scratch, mode, accumulate, tag, divisor)))
-            transport.progress()
+            transport.advance()
         for work, out, mean in zip(works, outs, wanted, strict=True):
             _wait(transport, work)
             assert out.dtype is torch.float32
