@@ -97,7 +97,7 @@ ADVICE = {
     "a gradient of a weight": Advice(lambda m: torch.autograd.grad(_loss(m), m.head.weight),
                                      r"copy = weight\.clone\(\), and return the copy", _differentiate_by_a_copy),
     "torch.func": Advice(lambda m: torch.func.jvp(m, (vector_batch(0, 0),), (vector_batch(1, 0),)),
-                         "forward-mode torch.autograd.forward_ad", _forward_mode),
+                         "torch.autograd.grad of inputs, or torch.autograd.forward_ad", _forward_mode),
     "TorchScript": Advice(lambda m: StreamShard(_scripted(nn.Sequential(nn.Linear(1, 1)))),
                           "Scripted functions and modules without",
                           lambda m: _loss(StreamShard(_scripted(nn.Tanh()), precision=FP32))),
