@@ -184,7 +184,7 @@ class AdversarialTransport(Transport):
         self.complete()
 
     def advance(self) -> None:
-        """See `Transport.progress`: nothing is early here."""
+        """See `Transport.advance`: nothing is early here."""
 
     def _start(self, start: Callable[[], Work | None], after: Callable[[], None] | None = None) -> _Late | None:
         late = _Late(self, start, after)

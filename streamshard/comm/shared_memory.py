@@ -339,7 +339,7 @@ class SharedMemoryTransport(PairwiseTransport):
         return _Until(functools.partial(self.sum_until, number + 1, for_all=True))
 
     def advance(self) -> None:
-        """See `Transport.progress`. Takes each sum once all ranks have written, so that no rank waits later."""
+        """See `Transport.advance`. Takes each sum once all ranks have written, so that no rank waits later."""
         while self._started:
             number, written = self._own.counters[Counter.SUMMED], self._own.written
             place = number % len(written)

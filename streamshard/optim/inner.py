@@ -250,14 +250,15 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
             "optimizers that step without a closure, and step parameters of any shape"
         ) from error
     together, owned = trials
-    if not all(map(_is_near, together.results, owned.results)):
-        raise ConfigError(
-            f"{name} with these options does not step each parameter by itself: its steps depend on other parameters "
-            "(a norm or learning rate of all), on random numbers, on weights in the constructor, on memory of "
-            "gradients kept without clone(), or on something that a checkpoint loses. WholeParameterOptimizer runs "
-            "optimizers that keep state[param] of each parameter, and numbers in their groups. For a norm over all "
-            "gradients use model.clip_grad_norm_"
-        )
+    for what, wanted in together.results.items():
+        if not _is_near(wanted, owned.results.get(what, wanted + torch.nan)):
+            raise ConfigError(
+                f"{name} with these options does not step each parameter by itself: if small parameters are stepped "
+                f"one by one, {what} differs. It depends on other parameters (a norm or learning rate of all), on "
+                "random numbers, on weights in the constructor, on memory of gradients kept without clone(), or on "
+                "something that a checkpoint loses. WholeParameterOptimizer runs optimizers that keep state[param] of "
+                "each parameter, and numbers in their groups. For a norm over all gradients use model.clip_grad_norm_"
+            )
     # A stack has an entry for each parameter of the group, and lies in the state of the first one.
     group_state, other_state, *_ = together.states
     tensors = {key: value for key, value in group_state.items() if isinstance(value, torch.Tensor)}
@@ -275,11 +276,11 @@ class _Trial(NamedTuple):
     """The results of a few steps.
 
     Attributes:
-        results: by parameter, the change of its weights; then the numbers in its group.
+        results: by name, for messages, the numbers in each parameter's group, and the change of its weights.
         states: by parameter, its state.
     """
 
-    results: list[torch.Tensor]
+    results: dict[str, torch.Tensor]
     states: list[dict[str, Any]]
 
 
@@ -330,19 +331,23 @@ def _try(
         inners[0].give_options()
         for param, whole in wholes.items():
             param.data.copy_(whole.data)
-            for memory in (whole.data, whole.grad):
+            for memory in (whole.data, param.grad):  # the optimizer may have set the owner's gradient to None
                 memory.fill_(torch.nan)  # type: ignore[union-attr]  # made above
             whole.data, whole.grad = stand_in(param), None
     groups = [each for inner in inners for each in inner.optimizer.param_groups]
     found = {param: values for inner in inners for param, values in inner.optimizer.state.items()}
     states = [found.get(param, {}) for each in groups for param in each["params"]]
-    numbers = [number for each in groups for _ in each["params"] for number in _numbers_in(each)]
-    return _Trial([*(param.detach() - start for param, start in zip(params, starts, strict=True)), *numbers], states)
+    results: dict[str, torch.Tensor] = {}
+    for index, each in enumerate(each for each in groups for _ in each["params"]):
+        results.update((f"{key!r} in the group of weight {index}", x) for key, x in _numbers_in(each).items())
+    for index, (param, start) in enumerate(zip(params, starts, strict=True)):
+        results[f"weight {index}"] = param.detach() - start
+    return _Trial(results, states)
 
 
-def _numbers_in(group: Mapping[str, Any]) -> list[torch.Tensor]:
-    tensors = [torch.as_tensor(value) for value in group.values() if isinstance(value, int | float | torch.Tensor)]
-    return [each.cpu().double() for each in tensors if each.numel() == 1]
+def _numbers_in(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {key: torch.as_tensor(x) for key, x in group.items() if isinstance(x, int | float | torch.Tensor)}
+    return {key: tensor.cpu().double() for key, tensor in tensors.items() if tensor.numel() == 1}
 
 
 class _RefusesCollectives(TorchDispatchMode):

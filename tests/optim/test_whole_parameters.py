@@ -99,7 +99,10 @@ def _adafactor(model: nn.Module) -> Any:
 
 
 class _Numbered(torch.optim.SGD):
-    """Numbers parameters when it is made, as APOLLO does for its seeds; groups with a rank step by these numbers."""
+    """Numbers parameters when it is made, as APOLLO does for its seeds; groups with a rank step by these numbers.
+
+    It takes gradients away, as heavyball's classes do.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr=lr)
@@ -115,6 +118,7 @@ class _Numbered(torch.optim.SGD):
                     state = self.state[param]
                     state["last"].add_(param.grad)
                     param.sub_(state["last"], alpha=group["lr"] * (1 + state["number"] * group.get("rank", 0)))
+                    param.grad = None
 
 
 def _numbered(model: nn.Module) -> Any:
@@ -274,11 +278,11 @@ class _Masked(_sgd("_", lambda self, params: torch._foreach_mul_(_grads(params),
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (_sgd("_Keeps", _keep), "does not step each parameter by itself"),
-        (_sgd("_Estimates", _estimate), "a norm or learning rate of all"),
+        (_sgd("_Keeps", _keep), "does not step each parameter by itself: .* weight . differs"),
+        (_sgd("_Estimates", _estimate), r"'seen' in the group of weight 0 differs. .*\(a norm or learning rate of all"),
         (_Masked, "on weights in the constructor"),
         (_sgd("_KeepsGrads", _keep_grads), r"on memory of gradients kept without clone\(\)"),
-        (_sgd("_Coupled", _divide_by_norm), "its steps depend on other parameters"),
+        (_sgd("_Coupled", _divide_by_norm), "It depends on other parameters"),
         (_sgd("_Noisy", _add_noise), "on random numbers"),
         (torch.optim.LBFGS, "raised TypeError: .*closure"),
         (torch.optim.SparseAdam, "tried on small parameters"),
