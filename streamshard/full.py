@@ -77,19 +77,20 @@ def under_params(engine: Engine, full: Mapping[Param, torch.Tensor]) -> Iterator
         By parameter, a new Parameter that gets the full tensor, as changed inside, when the context ends.
     """
     full_params: dict[Param, nn.Parameter] = {}
+    plain: dict[Param, nn.Parameter | None] = {}
     engine.is_summoned = True
     try:
         for param, tensor in full.items():
             full_param = nn.Parameter(param.form.around(tensor), param.sharded.requires_grad)
             exchange(param.sharded, full_param, param.form.part)
             full_params[param] = full_param
-            be_whole(param.sharded)
+            plain[param] = be_whole(param.sharded)
         yield full_params
     finally:
         # Only of those exchanged so far: an error may have come in the middle.
         for param, full_param in full_params.items():
             exchange(param.sharded, full_param, param.form.part)
-            be_piece(param.sharded, param.piece)
+            be_piece(param.sharded, param.piece, plain.get(param))
             param.sharded.requires_grad_(full_param.requires_grad)  # as changed inside
         engine.is_summoned = False
 

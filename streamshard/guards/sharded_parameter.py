@@ -132,23 +132,32 @@ def exchange(param: nn.Parameter, other: nn.Parameter, part: str) -> None:
             attributes[part] = value
 
 
-def be_piece(param: nn.Parameter, piece: Piece) -> None:
-    """Make `param` a ShardedParameter; its data are `piece`. Does nothing if it stays an ordinary one."""
+def be_piece(param: nn.Parameter, piece: Piece, plain: nn.Parameter | None = None) -> None:
+    """Make `param` a ShardedParameter; its data are `piece`. Does nothing if it stays an ordinary one.
+
+    Args:
+        param: the parameter.
+        piece: of this rank.
+        plain: which `be_whole` has returned: optimizers may know it. None: `param` has never been a piece.
+    """
     if not piece.is_ordinary:
-        with torch.inference_mode(mode=False):
-            plain = nn.Parameter(param.detach(), param.requires_grad)
+        if plain is None:
+            with torch.inference_mode(mode=False):
+                plain = nn.Parameter(param.detach(), param.requires_grad)
         kind = type(param)
         param.__class__ = _class_of(kind)
         sharded = cast(ShardedParameter, param)
         sharded.piece, sharded.plain, sharded.whole_class = piece, plain, kind
 
 
-def be_whole(param: nn.Parameter) -> None:
-    """Make `param` an ordinary Parameter for a while: its data are about to be full."""
-    if isinstance(param, ShardedParameter):
-        kind = param.whole_class
-        del param.piece, param.plain, param.whole_class
-        param.__class__ = kind
+def be_whole(param: nn.Parameter) -> nn.Parameter | None:
+    """Make `param` an ordinary Parameter for a while: its data are about to be full. Returns its `plain`, if any."""
+    if not isinstance(param, ShardedParameter):
+        return None
+    kind, plain = param.whole_class, param.plain
+    del param.piece, param.plain, param.whole_class
+    param.__class__ = kind
+    return plain
 
 
 def own_attributes(param: nn.Parameter) -> dict[str, Any]:

@@ -338,8 +338,8 @@ def _try(
     found = {param: values for inner in inners for param, values in inner.optimizer.state.items()}
     states = [found.get(param, {}) for each in groups for param in each["params"]]
     results: dict[str, torch.Tensor] = {}
-    for index, each in enumerate(each for each in groups for _ in each["params"]):
-        results.update((f"{key!r} in the group of weight {index}", x) for key, x in _numbers_in(each).items())
+    for index, own in enumerate(each for each in groups for _ in each["params"]):
+        results.update((f"{key!r} in the group of weight {index}", x) for key, x in _numbers_in(own).items())
     for index, (param, start) in enumerate(zip(params, starts, strict=True)):
         results[f"weight {index}"] = param.detach() - start
     return _Trial(results, states)
