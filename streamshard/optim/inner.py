@@ -18,15 +18,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from streamshard.core.optimizer_kinds import full_name, is_elementwise_class
+from streamshard.core.optimizer_kinds import full_name, is_elementwise_class, params_in
 from streamshard.errors import ConfigError, describe
+from streamshard.nested import tensors_in
 from streamshard.optim.rounds import stand_in
 from streamshard.torch_private import OpOverload, TorchDispatchMode
 
@@ -38,6 +39,7 @@ _LR = 1e-3  # replaces a learning rate of 0, with which a schedule may begin
 # Relative to the norm of a parameter's change. Rounding errors of bf16 are 0.001. Published optimizers that do not step
 # each parameter by itself differ by 0.08 and more.
 _TOLERANCE = 0.01
+_READ_NOTHING = ("aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like")
 
 
 class GroupClass(NamedTuple):
@@ -197,8 +199,12 @@ def _try_constructor(
         ConfigError: the constructor raises, or splits a group.
     """
     given = [{**options_of(group), "params": [nn.Parameter(stand_in(p)) for p in group["params"]]} for group in groups]
+    empty = params_in(given) if not is_elementwise_class(kind) else ()
     try:
-        made: Any = kind(given, **options)
+        with _Watches(kind, empty):
+            made: Any = kind(given, **options)
+    except ConfigError:
+        raise
     except Exception as error:
         given_options = [*options_of(groups[-1]), *options]
         raise ConfigError(f"{full_name(kind)} with the options {given_options} raised {describe(error)}") from error
@@ -255,9 +261,9 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
             raise ConfigError(
                 f"{name} with these options does not step each parameter by itself: if small parameters are stepped "
                 f"one by one, {what} differs. It depends on other parameters (a norm or learning rate of all), on "
-                "random numbers, on weights in the constructor, on memory of gradients kept without clone(), or on "
-                "something that a checkpoint loses. WholeParameterOptimizer runs optimizers that keep state[param] of "
-                "each parameter, and numbers in their groups. For a norm over all gradients use model.clip_grad_norm_"
+                "random numbers, on memory of gradients kept without clone(), or on something that a checkpoint loses. "
+                "WholeParameterOptimizer runs optimizers that keep state[param] of each parameter, and numbers in "
+                "their groups. For a norm over all gradients use model.clip_grad_norm_"
             )
     # A stack has an entry for each parameter of the group, and lies in the state of the first one.
     group_state, other_state, *_ = together.states
@@ -323,7 +329,7 @@ def _try(
             param.grad = scale * (direction + random(tuple(param.shape)))
         for param, whole in wholes.items():
             whole.data, whole.grad = param.data.clone(), param.grad
-        with _RefusesCollectives(made.kind):
+        with _Watches(made.kind):
             for inner in inners:
                 inner.take_options()
             for inner in reversed(inners):
@@ -350,18 +356,37 @@ def _numbers_in(group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {key: tensor.cpu().double() for key, tensor in tensors.items() if tensor.numel() == 1}
 
 
-class _RefusesCollectives(TorchDispatchMode):
-    """Inside, a collective raises."""
+class _Watches(TorchDispatchMode):
+    """Refuses calls in a constructor or a step that give an owner other results than plain PyTorch.
 
-    def __init__(self, kind: type[Optimizer]) -> None:
+    Args:
+        kind: the optimizer's class.
+        empty: the parameters, in a constructor: they have no values yet.
+    """
+
+    def __init__(self, kind: type[Optimizer], empty: Collection[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not annotated it
         self._kind = kind
+        self._empty = {each.untyped_storage()._cdata for each in empty}
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = full_name(self._kind), kwargs or {}
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
-                f"{full_name(self._kind)} calls torch.distributed in its step ({func.name()}), but one rank steps "
-                "alone: use the class for one process (MuonAdamW, not DistMuonAdamW; SingleDeviceMuon, not Muon). If "
-                "one class is for both, set dist = types.SimpleNamespace(is_available=lambda: False) in its module"
+                f"{name} calls torch.distributed in its step ({func.name()}), but one rank steps alone: use the class "
+                "for one process (MuonAdamW, not DistMuonAdamW; SingleDeviceMuon, not Muon). If one class is for both, "
+                "set dist = types.SimpleNamespace(is_available=lambda: False) in its module"
             )
-        return func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            raise ConfigError(
+                f"{name} draws random numbers ({func.name()}), and owners step parameters in another order: draw them "
+                "from a torch.Generator whose seed is in state[param], as APOLLO does"
+            )
+        reads_values = not func.is_view and not func.name().startswith(_READ_NOTHING)
+        given = tensors_in(args) if self._empty and reads_values else ()
+        if any(each.untyped_storage()._cdata in self._empty for each in given):
+            raise ConfigError(
+                f"{name} reads values of parameters in its constructor ({func.name()}), where owners have none: read "
+                "them in the first step()"
+            )
+        return func(*args, **kwargs)

@@ -260,19 +260,24 @@ def _estimate(optimizer: Any, params: list[Tensor]) -> None:
 
 
 def _add_noise(optimizer: Any, params: list[Tensor]) -> None:
-    torch._foreach_add_(_grads(params), [torch.randn_like(param) for param in params])
+    torch._foreach_add_(_grads(params), [1e-3 * torch.randn_like(param) for param in params])
 
 
 def _divide_by_norm(optimizer: Any, params: list[Tensor]) -> None:
     torch._foreach_div_(_grads(params), nn.utils.get_total_norm(_grads(params)))
 
 
-class _Masked(_sgd("_", lambda self, params: torch._foreach_mul_(_grads(params), self.masks))):  # type: ignore[misc]
-    """Looks at values of parameters when it is made, as SaRA does."""
+def _decay(optimizer: Any, params: list[Tensor]) -> None:
+    for param, start in zip(params, optimizer.starts, strict=True):
+        param.add_(start - param, alpha=1e-3)
+
+
+class _Decays(_sgd("_", _decay)):  # type: ignore[misc]
+    """Decays weights to their first values, as fine-tuning with L2-SP does."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
-        self.masks = [param.abs() < 0.1 for group in self.param_groups for param in group["params"]]
+        self.starts = [param.detach().clone() for group in self.param_groups for param in group["params"]]
 
 
 @pytest.mark.parametrize(
@@ -280,10 +285,10 @@ class _Masked(_sgd("_", lambda self, params: torch._foreach_mul_(_grads(params),
     [
         (_sgd("_Keeps", _keep), "does not step each parameter by itself: .* weight . differs"),
         (_sgd("_Estimates", _estimate), r"'seen' in the group of weight 0 differs. .*\(a norm or learning rate of all"),
-        (_Masked, "on weights in the constructor"),
+        (_Decays, r"reads values of parameters in its constructor \(aten::clone"),
         (_sgd("_KeepsGrads", _keep_grads), r"on memory of gradients kept without clone\(\)"),
         (_sgd("_Coupled", _divide_by_norm), "It depends on other parameters"),
-        (_sgd("_Noisy", _add_noise), "on random numbers"),
+        (_sgd("_Noisy", _add_noise), r"draws random numbers \(aten::randn_like"),
         (torch.optim.LBFGS, "raised TypeError: .*closure"),
         (torch.optim.SparseAdam, "tried on small parameters"),
     ],
