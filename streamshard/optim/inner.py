@@ -321,6 +321,7 @@ def _try(
             state: dict[Any, Any] = defaultdict(dict)
             for inner in inners:
                 inner.link(state)
+            wholes = {param: nn.Parameter(stand_in(param)) for param in params}  # without attributes of the class's own
             inners = make(params[:2], params[2:])
             for inner in inners:
                 inner.load(state, is_loaded=False)

@@ -241,9 +241,8 @@ def _grads(params: list[Tensor]) -> list[Tensor]:
 
 def _keep(optimizer: Any, params: list[Tensor]) -> None:
     """Momentum where no state dict has it."""
-    optimizer.kept = getattr(optimizer, "kept", {})
     for param, grad in zip(params, _grads(params), strict=True):
-        optimizer.kept[param] = grad.add_(optimizer.kept.get(param, 0.0)).clone()
+        param.momentum = grad.add_(getattr(param, "momentum", 0.0)).clone()  # type: ignore[attr-defined]
 
 
 def _keep_grads(optimizer: Any, params: list[Tensor]) -> None:
