@@ -1,19 +1,14 @@
 """What training must give: the same model trained by plain PyTorch on the same batches.
 
 A *step function* runs forward and backward of one rank in one step and returns the loss. Plain PyTorch plays all
-ranks in turn, each loss weighted 1/N, which is the mean of means that DDP computes. Only the
-public API is used, but for counting collectives.
+ranks in turn, each loss weighted 1/N, which is the mean of means that DDP computes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
-from unittest import mock
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,14 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from streamshard import Precision, StreamShard
-from streamshard.comm.streams import Collective, Observer, StreamName
-from streamshard.core.engine import Engine
-from streamshard.core.module_state import engine_of as engine_inside
-from streamshard.core.params import Param
-from streamshard.full import gather_full
+from tests.compare import ROUNDING, Tolerance, assert_same, difference, full_grads, full_weights
 from tests.models import Stack, next_token_loss, token_batch, vector_batch
 from tests.ranks import Call as Call
 from tests.ranks import RankContext
@@ -44,15 +34,6 @@ each_setting = pytest.mark.parametrize(
 )
 
 
-@contextlib.contextmanager
-def case(name: object) -> Iterator[None]:
-    """Add the name of a table's entry to an error that is raised inside."""
-    try:
-        yield
-    except Exception as error:
-        raise AssertionError(f"case {name!r}: {error}") from error
-
-
 def seed(number: int) -> None:
     """Seed the CPU's generator. ``torch.manual_seed`` is slower: it records the stack for missing devices."""
     torch.default_generator.manual_seed(number)
@@ -65,54 +46,9 @@ def no_sync(model: Any, waits: bool = True) -> contextlib.AbstractContextManager
     return model.no_sync() if waits and isinstance(model, StreamShard) else contextlib.nullcontext()
 
 
-class Trouble(Exception):
-    """What tests raise."""
-
-
-class Stop(BaseException):
-    """Something like KeyboardInterrupt."""
-
-
-@contextlib.contextmanager
-def failing(module: Any, error: type[BaseException] = Trouble, *, backward: bool = True) -> Iterator[None]:
-    """Raise `error` when a backward comes to the output of `module`, or else before the forward of `module`."""
-
-    def fail(*_: Any) -> NoReturn:
-        raise error
-
-    def watch(module: nn.Module, args: Any, out: Tensor) -> None:
-        out.register_hook(fail)
-
-    hook = module.register_forward_hook(watch) if backward else module.register_forward_pre_hook(fail)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-@contextlib.contextmanager
-def counted(owner: Any, name: str) -> Iterator[list[bool]]:
-    """For each call of `owner`'s function `name`: whether it returns something. No argument is kept."""
-    function = getattr(owner, name)
-    calls: list[bool] = []
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        calls.append(result is not None)
-        return result
-
-    with mock.patch.object(owner, name, call):
-        yield calls
-
-
 def mesh_2d(replicate: int, shard: int) -> DeviceMesh:
     """A mesh of that many replicas with that many shards."""
     return init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
-
-
-def let_dynamo_look() -> None:
-    """Dynamo looks at `.grad` of every tensor it meets and hides the warning, but only where warnings are no errors."""
-    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 
 
 def only_sharded(do: Callable[[Any], None]) -> Callable[[nn.Module, int], None]:
@@ -144,26 +80,6 @@ def stack_step(model: nn.Module, call: Call) -> Tensor:
     return call.backward(model(_beside(model, vector_batch(call.step, call.rank))).square().mean())
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """How far from the reference a tensor may be: `relative` of its largest element, and `absolute`."""
-
-    relative: float = 2e-5
-    absolute: float = 2e-7
-
-    def allows(self, found: Tensor, wanted: Tensor) -> bool:
-        """Whether every element is close enough; NaN never is."""
-        if wanted.numel() == 0:
-            return found.numel() == 0
-        limit = self.relative * float(wanted.abs().max()) + self.absolute
-        return float((found - wanted).abs().max()) <= limit
-
-
-ROUNDING = Tolerance()
-EXACT = Tolerance(relative=0.0, absolute=0.0)
-NEAR = Tolerance(1e-4, 1e-5)  # sums in another order, through an optimizer
-
-
 def sgd(model: nn.Module) -> Optimizer:
     """Momentum and weight decay: skipping a parameter without gradient makes a difference."""
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.01)
@@ -172,48 +88,6 @@ def sgd(model: nn.Module) -> Optimizer:
 def adamw(model: nn.Module) -> Optimizer:
     """An `eps` large enough that rounding noise in gradients that are really zero is not blown up."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
-
-
-def piece_of(tensor: Tensor) -> Tensor:
-    """The piece alone of a sharded parameter or gradient: its elements on this rank, on the same memory."""
-    return tensor.detach().as_subclass(Tensor)
-
-
-def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
-    """Gradients by name, full shapes; of a sharded model they are collected from all ranks."""
-    if isinstance(model, StreamShard):
-        engine, own = engine_inside(model), dict[Param, Tensor]()
-        for param in engine.params:
-            if (grad := param.sharded.grad) is not None:
-                own[param] = grad.clone().as_subclass(Tensor).view(-1)
-        with mock.patch.object(Param, "main", property(own.__getitem__)):
-            full, failure = gather_full(
-                engine, lambda param, whole: whole.to(own[param].dtype, copy=True), {param.sharded for param in own}
-            )
-        assert failure is None
-        names = {name: param for param in engine.params for name in (param.name, *param.aliases)}
-        return {name: full.get(names[name]) for name, _ in model.named_parameters(remove_duplicate=False)}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: None if p.grad is None else p.grad.detach().clone() for name, p in named}
-
-
-def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, full shapes, on every rank, in CPU memory as `full_state_dict`'s."""
-    state = model.full_state_dict(rank0_only=False) if isinstance(model, StreamShard) else model.state_dict()
-    return {name: value.detach().to("cpu", copy=True) for name, value in parts_of(state).items()}
-
-
-def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """The largest difference of two elements with the same place. The names have to be the same."""
-    assert found.keys() == wanted.keys()
-    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-
-
-def assert_same_state(found: Any, wanted: Any) -> None:
-    """Compare the full states of two optimizers, to the bit."""
-    for number, values in wanted["state"].items():
-        for key, value in values.items():
-            assert torch.equal(torch.as_tensor(found["state"][number][key]), torch.as_tensor(value)), (number, key)
 
 
 def assert_script_trained_like_plain(script: Mapping[str, Any], model: nn.Module, norms: Sequence[float]) -> None:
@@ -234,42 +108,6 @@ def assert_script_trained_like_plain(script: Mapping[str, Any], model: nn.Module
         optimizer.step()
         optimizer.zero_grad()
     assert difference(full_weights(model), full_weights(whole)) < 1e-4
-
-
-def parts_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`state`; of a tensor that consists of others, as torchao's, those."""
-    found: dict[str, Tensor] = {}
-    for name, value in state.items():
-        parts = value.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(value) else ()
-        found.update({f"{name}.{part}": getattr(value, part) for part in parts} or {name: value})
-    return found
-
-
-def assert_same(
-    found: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None], what: str, tolerance: Tolerance = ROUNDING
-) -> None:
-    """Compare by name: the same names, None in the same places, the same shapes, values within tolerance."""
-    wrong = []
-    if list(found) != list(wanted):
-        wrong.append(f"names {sorted(set(found) ^ set(wanted))} are in one only, or the order differs")
-    for name in wanted:
-        pair = (found.get(name), wanted[name])
-        a, b = (None if t is None else t.as_subclass(Tensor).detach().cpu() for t in pair)  # pieces as such
-        if a is None or b is None or a.shape != b.shape:
-            if a is not b:
-                wrong.append("{}: {}, wanted {}".format(name, *(None if t is None else [*t.shape] for t in (a, b))))
-        elif not _has_same_bits(a, b) and not tolerance.allows(a.float(), b.float()):
-            off, largest = (float(t.abs().max()) for t in (a.float() - b.float(), b.float()))
-            wrong.append(f"{name}: off by {off:.3e}, the largest element is {largest:.6g}")
-    if wrong:
-        raise AssertionError(f"{what}: {len(wrong)} of {len(wanted)} differ\n  " + "\n  ".join(wrong))
-
-
-def _has_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Packed weights may look like NaN."""
-    if one.dtype is not other.dtype or one.layout is not torch.strided:
-        return False
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
 
 
 def assert_trains_like_plain(
@@ -388,56 +226,3 @@ def train_stack(
         step(model, Call(number, rank, size, 1.0))
         optimizer.step()
         optimizer.zero_grad()
-
-
-class _Collectives(Observer):
-    """Records collectives and their units; None: flags, or an average of other things than main grads."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.units: dict[Collective, list[int | None]] = {collective: [] for collective in Collective}
-        self._n_units = len(engine.units)
-
-    def on_collective(self, stream: StreamName, collective: Collective, tag: int | None, *_: object) -> None:
-        self.units[collective].append(tag if tag is not None and tag < self._n_units else None)
-
-
-@contextlib.contextmanager
-def heard_collectives(engine: Engine) -> Iterator[dict[Collective, list[int | None]]]:
-    """What `engine` issues inside, in order: for which unit, None for flags."""
-    collectives = _Collectives(engine)
-    with engine.streams.observed_by(collectives):
-        yield collectives.units
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name, such as ``aten.add.Tensor``: on a device each is a launch."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _OfTorch(Operators):
-    """Counts torch's own collectives, by name without overload (``_allgather_base_``)."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func.__name__.split(".")[0]] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def counted_collectives(model: nn.Module) -> Iterator[Counter[str]]:
-    """Count collectives inside, by name: torch's and those of the sharded `model`'s engine. They are there at the end.
-
-    Those of the engine are operations of torch too where no memory is shared: they count twice.
-    """
-    counts = Counter[str]()
-    with heard_collectives(engine_inside(model)) as heard, _OfTorch() as of_torch:
-        yield counts
-    counts.update({collective.value: len(units) for collective, units in heard.items() if units})
-    counts.update(of_torch.counts)

@@ -21,9 +21,12 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard
 from streamshard.comm.streams import Fence, StreamName
+from tests.compare import full_weights
+from tests.counts import engine_inside
+from tests.faults import Trouble, failing
 from tests.models import DIM, Adapter, Layer, Stack, TinyConfig, TinyLM, UsingLM, stack_of, vector_batch
 from tests.ranks import Call, RankContext
-from tests.reference import Trouble, adamw, engine_inside, failing, full_weights, lm_step, no_sync, seed, stack_step
+from tests.reference import adamw, lm_step, no_sync, seed, stack_step
 
 RESIDENT: dict[str, Any] = {"weight_slots": 2}  # as many as with `OFFLOAD`: their number orders sums
 OFFLOAD: dict[str, Any] = {"offload": "state"}

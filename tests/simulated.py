@@ -41,8 +41,8 @@ from streamshard.nested import tensors_in
 from streamshard.pinned import PinnedMemory
 from streamshard.torch_private import AsTensors, get_grad
 from tests.adversary import AdversarialTransport, communicators_of, unobserved
+from tests.counts import engine_inside
 from tests.races import _bytes_of, _touched, detect_races
-from tests.reference import engine_inside
 
 CPU = torch.device("cpu")
 

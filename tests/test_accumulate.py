@@ -25,23 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import ConfigError, Precision, RankMismatchError, ShardingError, StreamShard, trace
 from streamshard.comm.streams import Collective
 from streamshard.errors import log
+from tests.compare import EXACT, NEAR, assert_same, full_grads
+from tests.counts import engine_inside, heard_collectives
+from tests.faults import Trouble, case, failing, let_dynamo_look
 from tests.models import DIM, Calling, Layer, Stack, TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    NEAR,
-    Trouble,
-    assert_same,
-    case,
-    engine_inside,
-    failing,
-    full_grads,
-    heard_collectives,
-    let_dynamo_look,
-    mesh_2d,
-    sgd,
-)
+from tests.reference import FP32, mesh_2d, sgd
 from tests.scenarios import RoutedStack
 from tests.simulated import checking_streams, late, simulated_device
 from tests.test_same_bits import WAYS, run

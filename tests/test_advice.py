@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import ShardingError, StreamShard, init_weights
 from streamshard.core.optimizer_hooks import follow_model
 from streamshard.optim import WholeParameterOptimizer, elementwise
+from tests.compare import EXACT, assert_same, full_weights
+from tests.faults import case
 from tests.models import DIM, Layer, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, Call, assert_same, assert_trains_like_plain, case, full_weights, stack_step
+from tests.reference import FP32, Call, assert_trains_like_plain, stack_step
 from tests.scenarios import RoutedStack
 from tests.test_meta_device import on_meta
 

@@ -22,10 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from streamshard import Precision, StreamShard, load_checkpoint, save_checkpoint
 from streamshard import build as build_module
 from streamshard.errors import ConfigError, RankMismatchError, ShardingError, StreamShardError, UnitError, warn_user
+from tests.compare import full_grads
+from tests.faults import case
 from tests.launched import Launched, run_script
 from tests.models import Block, Layer, Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, case, full_grads, lm_step, stack_step
+from tests.reference import FP32, lm_step, stack_step
 from tests.simulated import simulated_device
 
 

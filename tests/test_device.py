@@ -21,9 +21,10 @@ from streamshard.comm.ranks import refuse_together
 from streamshard.device import serves, training_device
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
+from tests.compare import EXACT, assert_same, full_weights
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, assert_same, assert_trains_like_plain, full_weights, sharded_model, stack_step
+from tests.reference import FP32, assert_trains_like_plain, sharded_model, stack_step
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,10 @@ from streamshard.errors import ConfigError, RankMismatchError, ShardingError, St
 from streamshard.full import gather_full
 from streamshard.integrations import peft
 from streamshard.integrations.peft import save_on_first
+from tests.compare import EXACT, assert_same
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, adamw, assert_same, stack_step, train_stack
+from tests.reference import FP32, adamw, stack_step, train_stack
 
 
 @on_ranks(1, 2)

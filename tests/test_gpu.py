@@ -35,21 +35,18 @@ from streamshard.errors import HostMemoryError
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.pinned import PinnedMemory
 from streamshard.tools.memory import explain_out_of_memory
+from tests.compare import EXACT, Tolerance, assert_same, full_weights
+from tests.counts import engine_inside
+from tests.faults import let_dynamo_look
 from tests.gpu import IS_PLAYED
 from tests.models import Block, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    EXACT,
     FP32,
     Call,
-    Tolerance,
     adamw,
-    assert_same,
     assert_trains_like_plain,
-    engine_inside,
-    full_weights,
-    let_dynamo_look,
     lm_step,
     only_sharded,
     stack_step,

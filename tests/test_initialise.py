@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import ShardingError, StreamShard, init_weights, load_safetensors
+from tests.compare import EXACT, assert_same, full_weights
+from tests.counts import engine_inside
 from tests.families import gpt2, llama, mixtral, t5
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, assert_same, engine_inside, full_weights, lm_step
+from tests.reference import FP32, lm_step
 from tests.test_meta_device import on_meta
 
 MODELS: list[Callable[[], Any]] = [NormStack, llama, gpt2, t5, mixtral]

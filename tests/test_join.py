@@ -15,20 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from streamshard import ConfigError, RankMismatchError, ShardingError, StreamShard
+from tests.compare import EXACT, NEAR, assert_same, full_grads, full_weights
+from tests.counts import engine_inside
 from tests.models import NormStack, Stack, TinyLM
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    EXACT,
-    NEAR,
     Call,
     Step,
     adamw,
-    assert_same,
     built,
-    engine_inside,
-    full_grads,
-    full_weights,
     lm_step,
     mesh_2d,
     sgd,

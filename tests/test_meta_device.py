@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from streamshard import RankMismatchError, ShardingError, StreamShard, export_safetensors, init_weights
+from tests.compare import assert_same, full_weights
+from tests.counts import engine_inside
 from tests.models import DIM, NormStack, Stack, TinyConfig, TinyLM, token_batch, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, engine_inside, full_weights, lm_step, stack_step
+from tests.reference import FP32, lm_step, stack_step
 
 
 def on_meta(make: Callable[[], nn.Module]) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamshard.norms import local_norms
-from tests.reference import Operators
+from tests.counts import Operators
 
 SIZES = [0, 1, 1000, 1 << 16, (1 << 16) + 1, 0, 1 << 17, 5, (1 << 17) + 1, 7, 0, 1 << 18, (1 << 18) + 1, 600_000]
 

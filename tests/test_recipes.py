@@ -25,9 +25,9 @@ from streamshard import StreamShard
 from streamshard.checkpoint.directory import open_verified
 from streamshard.checkpoint.json_codec import decode
 from streamshard.comm.ranks import RankGroup
+from tests.compare import difference, full_weights
 from tests.launched import ROOT, Launched, run_by_torchrun, run_file
 from tests.ranks import RankContext, on_ranks
-from tests.reference import difference, full_weights
 
 STEPS = 6
 pytestmark = pytest.mark.filterwarnings("ignore:.*barrier.*using the device:UserWarning")

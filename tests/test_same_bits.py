@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from streamshard import Precision, StreamShard, load_checkpoint, save_checkpoint
 from streamshard.optim import WholeParameterOptimizer
+from tests.compare import full_weights
 from tests.models import Adapter, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext
-from tests.reference import ALL_SLOTS, FP32, adamw, full_weights, mesh_2d, sgd
+from tests.reference import ALL_SLOTS, FP32, adamw, mesh_2d, sgd
 from tests.scenarios import over_sockets
 from tests.simulated import simulated_device
 

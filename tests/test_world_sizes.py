@@ -36,9 +36,9 @@ from streamshard.comm.flight_recorder import RecordKind
 from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective
 from streamshard.optim import WholeParameterOptimizer
+from tests.counts import Operators, engine_inside, heard_collectives
 from tests.models import DIM, Layer, NormStack, Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Operators, engine_inside, heard_collectives
 from tests.scenarios import BF16
 from tests.simulated import simulated_device
 from tests.test_meta_device import on_meta

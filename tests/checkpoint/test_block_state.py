@@ -15,9 +15,10 @@ from streamshard.checkpoint.block_state import take_apart
 from streamshard.checkpoint.dcp import to_dcp
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.optim import WholeParameterOptimizer, elementwise
+from tests.compare import EXACT, assert_same, full_weights
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, assert_same, built, full_weights, sharded_model
+from tests.reference import built, sharded_model
 
 torchao: Any = pytest.importorskip("torchao.optim", reason="needs torchao: pip install streamshard[test]")
 

@@ -24,9 +24,10 @@ from streamshard.errors import CheckpointError, ConfigError
 from streamshard.tools.command import main
 from tests.checkpoint import runs
 from tests.checkpoint.crafted import write_dcp
+from tests.faults import case
 from tests.models import DIM, next_token_loss, token_batch
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import FP32, case
+from tests.reference import FP32
 
 ROWS = 4
 

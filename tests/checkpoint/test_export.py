@@ -22,9 +22,9 @@ from streamshard.checkpoint import local_directory, storage
 from streamshard.checkpoint.disk_layout import Rearrangement
 from streamshard.errors import CheckpointError, ConfigError, ShardingError
 from tests.checkpoint.exporting import MODELS, Plain, assert_same_files, filled, names_in, sharded, stored_bytes
+from tests.compare import EXACT, assert_same, full_weights
 from tests.families import gpt2, llama, mixtral, qwen3_vl_moe
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, assert_same, full_weights
 from tests.test_big_models import sampling_peak
 
 

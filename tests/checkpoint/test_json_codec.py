@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from streamshard.checkpoint.json_codec import decode, encode
 from streamshard.errors import CheckpointError
-from tests.reference import case
+from tests.faults import case
 
 CPU = torch.device("cpu")
 

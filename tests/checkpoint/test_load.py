@@ -17,9 +17,9 @@ from streamshard import export_safetensors, load_safetensors
 from streamshard.checkpoint import export as loading
 from streamshard.errors import CheckpointError
 from tests.checkpoint.exporting import Plain, filled, sharded
+from tests.compare import EXACT, assert_same, full_weights
 from tests.families import bert, llama, mixtral
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, assert_same, full_weights
 
 
 def _write(context: RankContext, tensors: dict[str, torch.Tensor], directory: Path) -> Path:

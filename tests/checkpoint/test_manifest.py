@@ -36,9 +36,11 @@ from streamshard.errors import CheckpointError, log
 from streamshard.forms import part_of
 from tests.checkpoint.crafted import few_files, flip, rewrite, write_body
 from tests.checkpoint.runs import start, steps, weights_of
+from tests.compare import EXACT, assert_same, full_weights
+from tests.faults import case
 from tests.models import Stack
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, FP32, assert_same, case, full_weights
+from tests.reference import FP32
 
 
 def _save(context: RankContext, directory: Path) -> None:

@@ -36,11 +36,12 @@ from tests.checkpoint.crafted import FILE, loaded_number, save_number
 from tests.checkpoint.exporting import Plain, filled, sharded
 from tests.checkpoint.objects import Kept, at_operation
 from tests.checkpoint.runs import start, weights_of
+from tests.compare import assert_same
 from tests.families import llama
 from tests.launched import Launched
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same
+from tests.reference import FP32
 
 
 @pytest.fixture

@@ -44,22 +44,13 @@ from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.comm import flight_recorder
 from tests.checkpoint.exporting import filled, sharded
 from tests.checkpoint.runs import Counted, start, steps, weights_of
+from tests.compare import EXACT, assert_same, assert_same_state, full_weights, piece_of
 from tests.families import llama
+from tests.faults import case
 from tests.launched import Launched
 from tests.models import DIM, Layer, Stack
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    adamw,
-    assert_same,
-    assert_same_state,
-    case,
-    full_weights,
-    piece_of,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import FP32, adamw, sharded_model, stack_step
 
 
 @on_ranks(2)

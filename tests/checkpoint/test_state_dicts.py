@@ -18,25 +18,11 @@ from streamshard import LocalSGD, StreamShard, load_checkpoint, save_checkpoint
 from streamshard.checkpoint import optimizer_state
 from streamshard.checkpoint.manifest import PieceRecord, TensorRecord
 from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
+from tests.compare import EXACT, assert_same, full_weights, piece_of
+from tests.faults import case
 from tests.models import Layer, NormStack, Stack, TinyLM, stack_of
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    Call,
-    adamw,
-    assert_same,
-    built,
-    case,
-    full_weights,
-    mesh_2d,
-    piece_of,
-    seed,
-    sgd,
-    sharded_model,
-    stack_step,
-    train_stack,
-)
+from tests.reference import FP32, Call, adamw, built, mesh_2d, seed, sgd, sharded_model, stack_step, train_stack
 
 
 class Renamed(Layer):

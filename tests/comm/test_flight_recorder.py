@@ -30,9 +30,11 @@ from streamshard.comm.flight_recorder import FlightRecorder, RecordKind, Shown, 
 from streamshard.comm.ranks import RankGroup
 from streamshard.comm.streams import IssueLog
 from streamshard.errors import CommunicationError, log
+from tests.counts import engine_inside
+from tests.faults import Trouble, failing
 from tests.models import vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Trouble, engine_inside, failing, mesh_2d
+from tests.reference import mesh_2d
 from tests.scenarios import BF16, RoutedStack, over_sockets
 
 TRANSPORTS = ["shared memory", "sockets"]

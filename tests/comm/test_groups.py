@@ -31,10 +31,11 @@ from streamshard.comm.groups import make_default_group
 from streamshard.comm.host_groups import CONTROL_TIMEOUT, MOST_CONNECTED, gloo_settings, make_host_group, timeout_of
 from streamshard.comm.ranks import RankGroup
 from streamshard.errors import CommunicationError, ConfigError, RankMismatchError, ShardingError
+from tests.counts import engine_inside
 from tests.launched import Launched
 from tests.models import Stack, vector_batch
 from tests.ranks import RankContext, on_ranks, warnings_are_errors
-from tests.reference import assert_trains_like_plain, engine_inside, stack_step
+from tests.reference import assert_trains_like_plain, stack_step
 
 _CLONE_NEWNET = 0x40000000
 

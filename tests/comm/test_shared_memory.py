@@ -27,10 +27,11 @@ from streamshard.comm.shared_memory import Counter, Offer, SharedMemoryTransport
 from streamshard.comm.transport import Reduction
 from streamshard.config import ReductionMode
 from streamshard.errors import CommunicationError
+from tests.counts import engine_inside
 from tests.launched import in_child
 from tests.models import Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import RankContext, RankFailure, await_groups_of_before, on_ranks, open_pool
-from tests.reference import FP32, engine_inside, lm_step, sharded_model
+from tests.reference import FP32, lm_step, sharded_model
 from tests.scenarios import BF16, sharded, train
 
 

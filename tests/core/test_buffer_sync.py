@@ -15,9 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard import CommunicationError, RankMismatchError, ShardingError, StreamShard
+from tests.compare import assert_same, full_weights
+from tests.counts import counted_collectives
+from tests.faults import case
 from tests.models import DIM, NormStack, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, case, counted_collectives, full_weights, sgd, sharded_model
+from tests.reference import FP32, sgd, sharded_model
 from tests.scenarios import over_sockets
 
 SEED = 5

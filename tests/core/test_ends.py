@@ -16,9 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import plan
 from streamshard.errors import CommunicationError, ShardingError
 from streamshard.planning.memory import Category
+from tests.compare import full_weights
+from tests.counts import engine_inside
+from tests.faults import case
 from tests.models import DIM, TinyConfig, UsingLM, token_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import FP32, assert_trains_like_plain, case, engine_inside, full_weights, lm_step, sharded_model
+from tests.reference import FP32, assert_trains_like_plain, lm_step, sharded_model
 from tests.scenarios import over_sockets
 
 BOTH = {"embedding", "head"}

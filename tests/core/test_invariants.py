@@ -18,22 +18,12 @@ from streamshard.core.engine import Engine
 from streamshard.core.slots import WEIGHT_TRANSITIONS, WeightState
 from streamshard.core.unit_grads import GRAD_TRANSITIONS, GradState
 from streamshard.errors import StateError
+from tests.compare import EXACT, assert_same, full_grads
+from tests.counts import engine_inside, heard_collectives
+from tests.faults import Stop, Trouble, failing
 from tests.models import Layer, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    ALL_SLOTS,
-    EXACT,
-    Stop,
-    Trouble,
-    adamw,
-    assert_same,
-    engine_inside,
-    failing,
-    full_grads,
-    heard_collectives,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import ALL_SLOTS, adamw, sharded_model, stack_step
 from tests.scenarios import BF16, PRECISIONS, SCENARIOS, over_sockets, sharded
 
 

@@ -15,22 +15,13 @@ from torch import Tensor, nn
 
 from streamshard.config import Precision
 from streamshard.core import graph_hooks
+from tests.compare import full_grads, full_weights
 from tests.core.test_tied import kept_graph, twice, two_passes
+from tests.counts import counted, engine_inside
+from tests.faults import case
 from tests.models import TinyConfig, UsingLM, token_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    ALL_SLOTS,
-    adamw,
-    assert_trains_like_plain,
-    case,
-    counted,
-    engine_inside,
-    full_grads,
-    full_weights,
-    lm_step,
-    no_sync,
-    sharded_model,
-)
+from tests.reference import ALL_SLOTS, adamw, assert_trains_like_plain, lm_step, no_sync, sharded_model
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch._C._autograd.SavedTensor, "data"), reason="torch 2.11 does not say who has packed a saved tensor"

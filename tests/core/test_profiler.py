@@ -9,9 +9,10 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from streamshard import ShardingError, StreamShard
+from tests.counts import engine_inside
 from tests.models import Stack
 from tests.ranks import RankContext, on_ranks
-from tests.reference import engine_inside, stack_step
+from tests.reference import stack_step
 
 LAYERS = [f"layers.{index}" for index in range(4)]
 

@@ -34,23 +34,17 @@ from streamshard import (
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.planning.memory import Category
 from tests.adversary import make_adversarial
+from tests.compare import EXACT, NEAR, assert_same, full_grads, full_weights
+from tests.counts import engine_inside
+from tests.faults import Trouble, case, failing
 from tests.models import Layer, Stack, stack_of, vector_batch
 from tests.races import detect_races
 from tests.ranks import Call, RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    EXACT,
     FP32,
-    NEAR,
-    Trouble,
     adamw,
-    assert_same,
     assert_trains_like_plain,
-    case,
-    engine_inside,
-    failing,
-    full_grads,
-    full_weights,
     lm_step,
     mesh_2d,
     sharded_model,

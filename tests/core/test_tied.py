@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from streamshard import ShardingError, StreamShard, register_forward_method
 from streamshard.core.reductions import Reductions
 from streamshard.core.unit_grads import UnitGrads
+from tests.counts import counted
+from tests.faults import case
 from tests.models import TinyConfig, UsingLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import Call, Step, assert_trains_like_plain, case, counted, lm_step, sharded_model
+from tests.reference import Call, Step, assert_trains_like_plain, lm_step, sharded_model
 from tests.scenarios import BF16
 from tests.simulated import checking_streams, simulated_device
 

@@ -19,20 +19,11 @@ from streamshard import StreamShard, register_forward_method
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
 from tests.adversary import make_adversarial
+from tests.compare import assert_same, full_grads
+from tests.faults import case, let_dynamo_look
 from tests.models import DIM, Layer, Stack, stack_of, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    assert_same,
-    assert_trains_like_plain,
-    built,
-    case,
-    full_grads,
-    let_dynamo_look,
-    only_sharded,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import FP32, assert_trains_like_plain, built, only_sharded, sharded_model, stack_step
 
 
 class Reading(Stack):

@@ -21,20 +21,11 @@ from streamshard.guards.modules import HANDLE
 from streamshard.guards.weights import WeightGuard
 from streamshard.planning.structure import modules_of
 from streamshard.torch_private import AsTensors
+from tests.compare import EXACT, assert_same, full_weights
+from tests.faults import case
 from tests.models import Stack, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    Call,
-    adamw,
-    assert_same,
-    assert_trains_like_plain,
-    case,
-    full_weights,
-    lm_step,
-    sharded_model,
-    train_stack,
-)
+from tests.reference import Call, adamw, assert_trains_like_plain, lm_step, sharded_model, train_stack
 from tests.simulated import simulated_device
 
 _HOOKS = ("_load_state_dict_pre_hooks", "_state_dict_pre_hooks")

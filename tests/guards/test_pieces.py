@@ -17,9 +17,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.sharded_tensor import ShardedTensor
+from tests.compare import assert_same, full_grads
+from tests.counts import counted_collectives
+from tests.faults import case
 from tests.models import Stack, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import FP32, assert_same, built, case, counted_collectives, full_grads, sharded_model, stack_step
+from tests.reference import FP32, built, sharded_model, stack_step
 
 
 def _pair() -> tuple[Any, nn.Module]:

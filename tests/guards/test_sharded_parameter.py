@@ -17,9 +17,11 @@ from safetensors.torch import save
 from torch import nn
 
 from streamshard import ShardingError, StreamShard
+from tests.compare import EXACT, assert_same, full_grads, piece_of
+from tests.faults import case
 from tests.models import Stack, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import EXACT, assert_same, assert_trains_like_plain, case, full_grads, piece_of, sharded_model
+from tests.reference import assert_trains_like_plain, sharded_model
 
 DIM = 8
 

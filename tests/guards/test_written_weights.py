@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
+from tests.compare import assert_same, full_weights
+from tests.faults import case, let_dynamo_look
 from tests.models import DIM, Layer, Stack, stack_of, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_same, assert_trains_like_plain, case, full_weights, let_dynamo_look, stack_step
+from tests.reference import FP32, assert_trains_like_plain, stack_step
 
 # Each changes what an earlier one, of a rank whose shard this rank has gathered, has written.
 CHANGES: dict[str, Callable[[Any], object]] = {

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import ranks
+from tests.compare import assert_same
 from tests.models import Stack
 from tests.ranks import RankContext
-from tests.reference import assert_same
 
 SAMPLES = 48
 on_ranks = functools.partial(ranks.on_ranks, backend="of accelerator")

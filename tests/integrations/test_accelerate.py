@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests.compare import assert_same
+from tests.counts import engine_inside
 from tests.integrations.accelerating import Trained, launched, load_example, loader, make_model, on_ranks, same, stock
 from tests.ranks import RankContext
-from tests.reference import assert_same, engine_inside
 from tests.simulated import simulated_device
 
 

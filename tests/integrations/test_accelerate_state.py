@@ -12,9 +12,9 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
 from streamshard import CheckpointError, ConfigError, Precision, ShardingError, StreamShard
 from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests.compare import assert_same
 from tests.integrations.accelerating import SAMPLES, Trained, launched, loader, make_model, on_ranks, stock
 from tests.ranks import RankContext, RankPool
-from tests.reference import assert_same
 
 FP32 = Precision(param_dtype=torch.float32)
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from streamshard import ShardingError
 from tests import families
+from tests.compare import EXACT, assert_same
 from tests.integrations.models import unet
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, assert_same
 from tests.test_accumulate import NEAR, _loop, _trained, _Way
 
 pytest.importorskip("transformers", reason="needs transformers")

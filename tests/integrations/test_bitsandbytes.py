@@ -14,12 +14,13 @@ from benchmarks._live import LiveBytes, shared_bytes
 from streamshard import CheckpointError, Precision, ShardingError, StreamShard, export_safetensors, plan
 from streamshard.integrations.accelerate import StreamShardAccelerator
 from tests import families
+from tests.compare import EXACT, assert_same, full_weights
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_rows, make_texts, make_tokenizer
 from tests.integrations.trainers import Run, and_sharded, assert_equal, launched, train
 from tests.models import token_batch
 from tests.ranks import RankContext, RankPool
-from tests.reference import EXACT, FP32, Call, adamw, assert_same, assert_trains_like_plain, full_weights, seed
+from tests.reference import FP32, Call, adamw, assert_trains_like_plain, seed
 
 bnb: Any = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install streamshard[test]")
 peft: Any = pytest.importorskip("peft", reason="needs PEFT: pip install streamshard[hf]")

@@ -13,10 +13,10 @@ from torch import nn
 
 from streamshard import CheckpointError, ShardingError, StreamShard, export_safetensors, load_safetensors
 from streamshard.integrations.accelerate import StreamShardAccelerator
+from tests.compare import EXACT, ROUNDING, assert_same, full_weights
 from tests.integrations.accelerating import launched
 from tests.integrations.models import unet
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, ROUNDING, assert_same, full_weights
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -27,7 +27,8 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 from streamshard import ConfigError, StreamShard  # noqa: E402
 from streamshard.integrations.lightning import StreamShardFabricStrategy, StreamShardStrategy  # noqa: E402
-from tests.reference import adamw, full_weights  # noqa: E402
+from tests.compare import full_weights
+from tests.reference import adamw
 
 STEPS = 6
 

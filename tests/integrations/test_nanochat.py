@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, rms_norm
 
 from streamshard import StreamShard
+from tests.compare import full_weights
 from tests.launched import ROOT
 from tests.ranks import RankContext, on_ranks
-from tests.reference import full_weights
 
 WORDS, WIDTH, LAYERS, STEPS = 32, 16, 4, 6
 

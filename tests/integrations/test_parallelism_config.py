@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
+from tests.compare import assert_same_state, difference, full_weights
 from tests.integrations.trainers import Run, launched, train
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import assert_same_state, difference, full_weights
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("transformers.distributed.tensor_parallel")

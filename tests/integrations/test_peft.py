@@ -19,13 +19,15 @@ from streamshard import CheckpointError, ShardingError, StreamShard, export_safe
 from streamshard.comm.streams import Collective
 from streamshard.core.module_state import engine_of
 from tests import families
+from tests.compare import assert_same, full_weights
+from tests.counts import heard_collectives
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_rows
 from tests.integrations.trainers import launched, train
 from tests.launched import Launched, run_file
 from tests.models import token_batch
 from tests.ranks import RankContext
-from tests.reference import FP32, Call, assert_same, assert_trains_like_plain, full_weights, heard_collectives, sgd
+from tests.reference import FP32, Call, assert_trains_like_plain, sgd
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed")
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from streamshard import ConfigError, StopOnSignal, StreamShard, load_checkpoint
+from tests.compare import full_weights
 from tests.launched import ROOT, Launched, free_port, launched_environment
-from tests.reference import full_weights
 
 LAST, KILLED_AT = 8, 5
 

@@ -12,12 +12,13 @@ from torch import nn
 
 from streamshard import ConfigError, RunLog
 from streamshard.integrations.run_log import flops_per_s_of
+from tests.counts import Operators
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows
 from tests.integrations.trainers import launched, train
 from tests.models import TinyConfig, TinyLM
 from tests.ranks import RankContext
-from tests.reference import Operators, sharded_model
+from tests.reference import sharded_model
 
 
 def _steps(path: Path) -> list[int]:

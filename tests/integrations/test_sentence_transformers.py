@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from streamshard import CheckpointError, StreamShard
+from tests.compare import Tolerance, assert_same, full_weights
 from tests.families import _LAYERS, _STEADY, _make
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_texts, make_tokenizer
 from tests.integrations.trainers import and_sharded, assert_equal, launched, train
 from tests.ranks import RankContext
-from tests.reference import FP32, Tolerance, assert_same, full_weights
+from tests.reference import FP32
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # one of its own modules imports another by an old name

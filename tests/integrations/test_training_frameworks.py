@@ -17,11 +17,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from streamshard.errors import ConfigError
+from tests.compare import assert_same, full_weights
+from tests.counts import engine_inside
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows, make_tokenizer
 from tests.integrations.trainers import assert_equal, launched, train
 from tests.ranks import RankContext
-from tests.reference import assert_same, engine_inside, full_weights
 
 
 class _Config(dict[str, Any]):

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from streamshard import CheckpointError, ConfigError, ShardingError, StreamShard, load_safetensors
 from streamshard.comm.communicator import Communicator
 from streamshard.optim import WholeParameterOptimizer
+from tests.compare import assert_same, full_weights
+from tests.counts import engine_inside
+from tests.faults import case
 from tests.integrations.accelerating import on_ranks
 from tests.integrations.models import make_model, make_rows
 from tests.integrations.trainers import and_sharded, arguments_of, assert_equal, launched, run_example, train
 from tests.ranks import RankContext, RankPool
-from tests.reference import assert_same, case, engine_inside, full_weights
 
 _SAVING: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 

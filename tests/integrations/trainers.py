@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.compare import full_weights
 from tests.integrations import accelerating
 from tests.ranks import RankContext
-from tests.reference import full_weights
 
 
 @contextlib.contextmanager

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 from streamshard import ShardingError, StreamShard
+from tests.compare import EXACT, Tolerance, assert_same
+from tests.counts import counted_collectives
 from tests.models import DIM, NormStack, Stack
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import EXACT, FP32, Tolerance, assert_same, counted_collectives, sgd, train_stack
+from tests.reference import FP32, sgd, train_stack
 
 
 @on_ranks()

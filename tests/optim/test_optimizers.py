@@ -23,22 +23,11 @@ from torch.optim import Optimizer
 from streamshard import Precision, full_optimizer_state_dict, load_checkpoint, save_checkpoint
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer, elementwise
+from tests.compare import EXACT, NEAR, assert_same, full_weights, piece_of
+from tests.faults import case
 from tests.models import Layer, Stack, vector_batch
 from tests.ranks import Call, RankContext, everywhere, on_ranks
-from tests.reference import (
-    ALL_SLOTS,
-    EXACT,
-    NEAR,
-    assert_same,
-    assert_trains_like_plain,
-    built,
-    case,
-    full_weights,
-    piece_of,
-    sharded_model,
-    stack_step,
-    train_stack,
-)
+from tests.reference import ALL_SLOTS, assert_trains_like_plain, built, sharded_model, stack_step, train_stack
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "SGD, nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),

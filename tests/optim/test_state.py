@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_map_with_path
 from streamshard import full_optimizer_state_dict, load_checkpoint, load_optimizer_state_dict, save_checkpoint
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
+from tests.compare import EXACT, NEAR, assert_same, assert_same_state, full_weights
 from tests.models import Stack
 from tests.optim.test_optimizers import OPTIMIZERS, _two_groups
 from tests.optim.test_whole_parameters import Mixed, _adafactor, _muon_and_adamw, muon_in_fp32, whole
 from tests.ranks import RankContext, RankPool, on_ranks
-from tests.reference import EXACT, NEAR, assert_same, assert_same_state, built, full_weights, sharded_model, train_stack
+from tests.reference import built, sharded_model, train_stack
 
 
 def assert_near_state(found: Any, wanted: Any) -> None:

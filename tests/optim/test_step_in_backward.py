@@ -17,25 +17,13 @@ from streamshard.comm.streams import StreamName
 from streamshard.errors import log
 from streamshard.optim import WholeParameterOptimizer
 from tests.adversary import make_adversarial
+from tests.compare import EXACT, assert_same, full_weights
+from tests.counts import engine_inside
+from tests.faults import Trouble, case, failing
 from tests.models import Layer, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    Trouble,
-    adamw,
-    assert_same,
-    built,
-    case,
-    engine_inside,
-    failing,
-    full_weights,
-    lm_step,
-    mesh_2d,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import FP32, adamw, built, lm_step, mesh_2d, sharded_model, stack_step
 from tests.scenarios import BF16, SCENARIOS, RoutedStack, over_sockets, sharded
 from tests.simulated import checking_streams, late, simulated_device
 

@@ -22,19 +22,11 @@ from streamshard.errors import ConfigError, OptimizerError, RankMismatchError
 from streamshard.optim import WholeParameterOptimizer
 from streamshard.optim.rounds import assign_owners, plan_rounds
 from tests.adversary import make_adversarial
+from tests.compare import EXACT, NEAR, assert_same, full_weights
 from tests.models import DIM, Layer
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    NEAR,
-    assert_same,
-    assert_trains_like_plain,
-    full_weights,
-    sharded_model,
-    stack_step,
-    train_stack,
-)
+from tests.reference import assert_trains_like_plain, sharded_model, stack_step, train_stack
 from tests.scenarios import without_waits
 from tests.simulated import checking_streams, late, simulated_device
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from streamshard import full_optimizer_state_dict, load_checkpoint, load_optimizer_state_dict, save_checkpoint
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.optim import WholeParameterOptimizer
+from tests.compare import assert_same, full_weights
 from tests.models import NormStack, vector_batch
 from tests.optim.test_state import Odd
 from tests.optim.test_whole_parameters import NEAR, Mixed, _matrices, _muon_and_adamw, muon_in_fp32, whole
@@ -23,10 +24,8 @@ from tests.reference import (
     ALL_SLOTS,
     Call,
     Step,
-    assert_same,
     assert_trains_like_plain,
     built,
-    full_weights,
     mesh_2d,
     no_sync,
     seed,

@@ -32,22 +32,10 @@ from streamshard import (
 )
 from streamshard.errors import ConfigError, OptimizerError, ShardingError
 from streamshard.optim import elementwise
+from tests.compare import EXACT, NEAR, assert_same, full_weights
 from tests.models import Stack, vector_batch
 from tests.ranks import Call, RankContext, everywhere, on_ranks
-from tests.reference import (
-    EXACT,
-    NEAR,
-    adamw,
-    assert_same,
-    assert_trains_like_plain,
-    built,
-    full_weights,
-    mesh_2d,
-    sgd,
-    sharded_model,
-    stack_step,
-    train_stack,
-)
+from tests.reference import adamw, assert_trains_like_plain, built, mesh_2d, sgd, sharded_model, stack_step, train_stack
 
 
 @elementwise

@@ -19,9 +19,10 @@ from streamshard.conventions import conventions
 from streamshard.errors import ConfigError, RankMismatchError, UnitError
 from streamshard.planning.discovery import embedding_params, find_units
 from streamshard.planning.structure import params_of, tie_on_meta
+from tests.counts import counted_collectives, engine_inside
 from tests.models import DIM, Block, Layer, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import FP32, assert_trains_like_plain, counted_collectives, engine_inside, stack_step
+from tests.reference import FP32, assert_trains_like_plain, stack_step
 from tests.scenarios import BF16, RoutedStack
 
 

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import StreamShard
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from streamshard.nested import tensors_in
+from tests.counts import engine_inside
+from tests.faults import case
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.ranks import RankContext, on_ranks
-from tests.reference import adamw, case, engine_inside, lm_step, sharded_model, stack_step, train_stack
+from tests.reference import adamw, lm_step, sharded_model, stack_step, train_stack
 from tests.scenarios import BF16, PRECISIONS, RoutedStack, over_sockets, sharded, train
 from tests.simulated import simulated_device
 

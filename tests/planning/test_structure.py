@@ -15,22 +15,11 @@ from torch import nn
 from streamshard import StreamShard
 from streamshard.errors import ShardingError, StreamShardError
 from streamshard.planning.structure import check_params
+from tests.compare import EXACT, assert_same, full_weights
+from tests.counts import counted_collectives
 from tests.models import DIM, Layer, Stack, TinyConfig, TinyLM, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    FP32,
-    adamw,
-    assert_same,
-    assert_trains_like_plain,
-    counted_collectives,
-    full_weights,
-    lm_step,
-    sgd,
-    sharded_model,
-    stack_step,
-    train_stack,
-)
+from tests.reference import FP32, adamw, assert_trains_like_plain, lm_step, sgd, sharded_model, stack_step, train_stack
 
 # ---------------------------------------------------------------------------------------------- the user's object
 

@@ -21,10 +21,11 @@ from streamshard.core.host import HostState
 from streamshard.core.slots import Ledger
 from streamshard.errors import log
 from streamshard.tools.memory import _report_at_exit, explain_out_of_memory
+from tests.counts import engine_inside
 from tests.launched import Launched
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import adamw, engine_inside, lm_step
+from tests.reference import adamw, lm_step
 from tests.simulated import simulated_device
 
 

@@ -26,11 +26,13 @@ from streamshard.tools.command import main
 from streamshard.tools.fit import Stage
 from streamshard.tools.host_time import MACHINES, Step
 from streamshard.tools.model_source import builder_of
+from tests.counts import engine_inside
+from tests.faults import case
 from tests.integrations.models import make_model
 from tests.launched import ROOT
 from tests.models import DIM, Layer, NormStack, Stack, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import adamw, case, engine_inside, lm_step, mesh_2d, stack_step
+from tests.reference import adamw, lm_step, mesh_2d, stack_step
 from tests.scenarios import PRECISIONS, SCENARIOS, over_sockets
 from tests.simulated import is_inside, simulated_device
 from tests.test_meta_device import on_meta

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamshard import StreamShard, plan
 from streamshard.tools.activations import Activations
 from streamshard.tools.host_time import MACHINES, Step, StepTime
+from tests.faults import case
 from tests.models import DIM, TinyConfig, TinyLM, token_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import adamw, case, lm_step
+from tests.reference import adamw, lm_step
 from tests.scenarios import BF16
 from tests.simulated import is_inside, simulated_device
 

@@ -18,10 +18,12 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Fence, Observer, StepPart, StreamName, Work
 from streamshard.errors import ShardingError
 from streamshard.tools.spans import Span
+from tests.compare import EXACT, assert_same, full_weights
+from tests.counts import engine_inside
 from tests.models import DIM, Stack, TinyConfig, TinyLM
 from tests.races import detect_races
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, adamw, assert_same, engine_inside, full_weights, lm_step, stack_step, train_stack
+from tests.reference import adamw, lm_step, stack_step, train_stack
 from tests.scenarios import BF16, sharded, train
 from tests.simulated import SimulatedDevice, simulated_device
 

@@ -16,18 +16,11 @@ from torch._inductor.utils import count_tangents
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
+from tests.counts import engine_inside
+from tests.faults import let_dynamo_look
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    adamw,
-    assert_trains_like_plain,
-    engine_inside,
-    let_dynamo_look,
-    only_sharded,
-    sharded_model,
-    stack_step,
-    train_stack,
-)
+from tests.reference import adamw, assert_trains_like_plain, only_sharded, sharded_model, stack_step, train_stack
 from tests.scenarios import RoutedStack
 
 # Three layers, which take turns in two slots; each is compiled by itself.

@@ -13,26 +13,12 @@ from torch import nn
 from streamshard import Precision, StreamShard
 from streamshard.errors import ShardingError
 from streamshard.planning.memory import Category
+from tests.compare import EXACT, assert_same, full_grads, piece_of
+from tests.counts import counted_collectives, engine_inside
+from tests.faults import Trouble, case
 from tests.models import Layer, TinyConfig, TinyLM, stack_of
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import (
-    ALL_SLOTS,
-    EXACT,
-    FP32,
-    Trouble,
-    adamw,
-    assert_same,
-    built,
-    case,
-    counted_collectives,
-    engine_inside,
-    full_grads,
-    lm_step,
-    no_sync,
-    piece_of,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import ALL_SLOTS, FP32, adamw, built, lm_step, no_sync, sharded_model, stack_step
 from tests.scenarios import PRECISIONS as BASE
 from tests.scenarios import over_sockets
 

@@ -13,20 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from streamshard import ConfigError, LocalSGD, RankMismatchError, ShardingError, StreamShard
+from tests.compare import EXACT, NEAR, assert_same, full_weights
+from tests.counts import engine_inside
+from tests.faults import case
 from tests.models import Stack, vector_batch
 from tests.races import detect_races
 from tests.ranks import Call, RankContext, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    EXACT,
-    NEAR,
     Step,
     adamw,
-    assert_same,
     assert_trains_like_plain,
-    case,
-    engine_inside,
-    full_weights,
     mesh_2d,
     no_sync,
     only_sharded,

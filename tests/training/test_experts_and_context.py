@@ -19,9 +19,10 @@ from torch.nn.functional import cross_entropy
 
 from streamshard import ConfigError, RankMismatchError, ShardingError, StreamShard
 from tests.adversary import make_adversarial
+from tests.compare import Tolerance, assert_same, difference, full_weights
+from tests.counts import engine_inside
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import Tolerance, assert_same, difference, engine_inside, full_weights
 from tests.scenarios import over_sockets
 from tests.simulated import late, simulated_device
 from tests.training.test_tensor_parallel import _mesh, _train, assert_loads, example, made, save, with_adam

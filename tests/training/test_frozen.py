@@ -18,20 +18,17 @@ from streamshard import StreamShard, export_safetensors, load_checkpoint, save_c
 from streamshard.comm.streams import Collective
 from streamshard.errors import CheckpointError, RankMismatchError, ShardingError
 from tests.adversary import make_adversarial
+from tests.compare import EXACT, assert_same, full_weights
+from tests.counts import engine_inside, heard_collectives
 from tests.models import DIM, Adapter, Layer, Stack, vector_batch
 from tests.races import detect_races
 from tests.ranks import RankContext, everywhere, on_ranks
 from tests.reference import (
     ALL_SLOTS,
-    EXACT,
     FP32,
     adamw,
-    assert_same,
     assert_trains_like_plain,
     built,
-    engine_inside,
-    full_weights,
-    heard_collectives,
     sharded_model,
     stack_step,
     train_stack,

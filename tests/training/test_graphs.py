@@ -16,22 +16,12 @@ from torch import Tensor, nn
 from streamshard import StreamShard
 from streamshard.errors import ShardingError
 from streamshard.guards.weights import explain_version
+from tests.compare import assert_same, full_grads, full_weights
+from tests.counts import engine_inside
+from tests.faults import case
 from tests.models import DIM, Calling, Layer, Stack, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    FP32,
-    SETTINGS,
-    assert_same,
-    assert_trains_like_plain,
-    case,
-    each_setting,
-    engine_inside,
-    full_grads,
-    full_weights,
-    sgd,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import FP32, SETTINGS, assert_trains_like_plain, each_setting, sgd, sharded_model, stack_step
 from tests.scenarios import RoutedStack
 
 

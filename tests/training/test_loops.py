@@ -19,27 +19,11 @@ from torch.optim import Optimizer
 from streamshard import RankMismatchError, StreamShard
 from streamshard.core import backward
 from streamshard.errors import ShardingError, log
+from tests.compare import EXACT, assert_same, full_grads, full_weights, piece_of
+from tests.faults import Stop, Trouble, case, failing
 from tests.models import Stack, TinyConfig, TinyLM, UsingLM, next_token_loss, token_batch, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    Stop,
-    Trouble,
-    adamw,
-    assert_same,
-    assert_trains_like_plain,
-    built,
-    case,
-    failing,
-    full_grads,
-    full_weights,
-    lm_step,
-    no_sync,
-    piece_of,
-    sgd,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import adamw, assert_trains_like_plain, built, lm_step, no_sync, sgd, sharded_model, stack_step
 from tests.simulated import simulated_device
 
 

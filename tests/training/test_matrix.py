@@ -14,20 +14,12 @@ from streamshard import Precision
 from streamshard.comm.gloo import PairwiseTransport
 from streamshard.comm.shared_memory import SharedMemoryTransport
 from tests.adversary import make_adversarial
+from tests.compare import EXACT, Tolerance, assert_same, full_weights
+from tests.counts import engine_inside
+from tests.faults import case
 from tests.races import detect_races
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    ALL_SLOTS,
-    EXACT,
-    FP32,
-    Tolerance,
-    adamw,
-    assert_same,
-    assert_trains_like_plain,
-    case,
-    engine_inside,
-    full_weights,
-)
+from tests.reference import ALL_SLOTS, FP32, adamw, assert_trains_like_plain
 from tests.scenarios import ADDING, BF16, PRECISIONS, SCENARIOS, Scenario, over_sockets, reference, sharded, train
 
 

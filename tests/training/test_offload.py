@@ -22,21 +22,12 @@ from streamshard.core import late_step
 from streamshard.errors import CheckpointError, ShardingError
 from streamshard.nested import map_tensors
 from streamshard.optim import WholeParameterOptimizer, elementwise
+from tests.compare import EXACT, assert_same, full_weights, piece_of
+from tests.counts import engine_inside
 from tests.models import TinyConfig, TinyLM, next_token_loss, token_batch, vector_batch
 from tests.races import detect_races
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    adamw,
-    assert_same,
-    built,
-    engine_inside,
-    full_weights,
-    piece_of,
-    sharded_model,
-    stack_step,
-    train_stack,
-)
+from tests.reference import adamw, built, sharded_model, stack_step, train_stack
 from tests.scenarios import BF16, OFFLOAD, PRECISIONS, RESIDENT, sharded, train, without_waits
 from tests.simulated import checking_streams, late, simulated_device
 from tests.training.test_offload_events import Run

@@ -17,21 +17,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.utils.checkpoint import checkpoint
 
 from streamshard import full_optimizer_state_dict, load_checkpoint, load_optimizer_state_dict, save_checkpoint
+from tests.compare import EXACT, assert_same, full_grads, full_weights
+from tests.counts import engine_inside
+from tests.faults import Trouble, case
 from tests.integrations.models import make_model
 from tests.models import DIM, Stack, vector_batch
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    Trouble,
-    adamw,
-    assert_same,
-    built,
-    case,
-    engine_inside,
-    full_grads,
-    full_weights,
-    sharded_model,
-)
+from tests.reference import adamw, built, sharded_model
 from tests.scenarios import BF16, OFFLOAD, RESIDENT
 from tests.training.test_offload_events import Run, compare, device_of, lateness
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 import streamshard
 from streamshard import StreamShard
 from streamshard.core import late_step
+from tests.compare import EXACT, assert_same, full_grads, full_weights
 from tests.models import Stack, vector_batch
 from tests.optim.test_step_in_backward import step_in_hooks
 from tests.ranks import RankContext, on_ranks
-from tests.reference import EXACT, FP32, adamw, assert_same, built, full_grads, full_weights
+from tests.reference import FP32, adamw, built
 from tests.scenarios import OFFLOAD, RESIDENT
 from tests.simulated import late, simulated_device
 

@@ -17,24 +17,13 @@ from streamshard import ConfigError, Precision, ShardingError, StreamShard
 from streamshard.comm.transport import sum_in_rank_order
 from streamshard.nested import tensors_in
 from tests import families
+from tests.compare import EXACT, ROUNDING, Tolerance, assert_same, full_grads, full_weights
+from tests.counts import engine_inside
+from tests.faults import let_dynamo_look
 from tests.models import DIM, Calling, Layer, NormStack, Stack, TinyConfig, TinyLM, stack_of, token_batch, vector_batch
 from tests.races import detect_races
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    EXACT,
-    ROUNDING,
-    Tolerance,
-    adamw,
-    assert_same,
-    built,
-    engine_inside,
-    full_grads,
-    full_weights,
-    let_dynamo_look,
-    lm_step,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import adamw, built, lm_step, sharded_model, stack_step
 from tests.scenarios import PRECISIONS
 from tests.training.test_programs import Selective
 

@@ -14,19 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from streamshard import StreamShard
+from tests.counts import counted_collectives
+from tests.faults import case
 from tests.models import Block, Calling, Layer, Stack, TinyConfig, TinyLM, stack_of, vector_batch
 from tests.ranks import Call, RankContext, on_ranks
-from tests.reference import (
-    SETTINGS,
-    Step,
-    assert_trains_like_plain,
-    case,
-    counted_collectives,
-    lm_step,
-    no_sync,
-    sharded_model,
-    stack_step,
-)
+from tests.reference import SETTINGS, Step, assert_trains_like_plain, lm_step, no_sync, sharded_model, stack_step
 from tests.scenarios import RoutedStack
 
 

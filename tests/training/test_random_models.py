@@ -13,20 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from streamshard.core import late_step
+from tests.compare import EXACT, Tolerance, assert_same, full_weights
+from tests.counts import engine_inside
 from tests.models import vector_batch
 from tests.ranks import Call, RankContext, RankPool
-from tests.reference import (
-    EXACT,
-    Tolerance,
-    adamw,
-    assert_same,
-    assert_trains_like_plain,
-    engine_inside,
-    full_weights,
-    no_sync,
-    sgd,
-    sharded_model,
-)
+from tests.reference import adamw, assert_trains_like_plain, no_sync, sgd, sharded_model
 from tests.scenarios import RoutedStack, over_sockets
 from tests.simulated import late, simulated_device
 

@@ -20,26 +20,13 @@ from streamshard.comm.nccl import NcclTransport
 from streamshard.comm.streams import Collective, Fence, Observer, Rule, StreamName, Streams
 from streamshard.core import graph_hooks
 from streamshard.errors import ShardingError
+from tests.compare import EXACT, NEAR, Tolerance, assert_same, full_weights
+from tests.counts import Operators, counted, engine_inside
+from tests.faults import Trouble, failing
 from tests.models import DIM, vector_batch
 from tests.optim.test_step_in_backward import step_in_hooks
 from tests.ranks import RankContext, on_ranks
-from tests.reference import (
-    ALL_SLOTS,
-    EXACT,
-    FP32,
-    NEAR,
-    Operators,
-    Tolerance,
-    Trouble,
-    adamw,
-    assert_same,
-    counted,
-    engine_inside,
-    failing,
-    full_weights,
-    mesh_2d,
-    stack_step,
-)
+from tests.reference import ALL_SLOTS, FP32, adamw, mesh_2d, stack_step
 from tests.scenarios import ADDING, BF16, PRECISIONS, RoutedStack, reference, sharded, train
 from tests.simulated import (
     CPU,

@@ -45,18 +45,11 @@ from streamshard import (
 )
 from streamshard.checkpoint.dcp import from_dcp, to_dcp
 from streamshard.optim import WholeParameterOptimizer
+from tests.compare import assert_same_state, difference, full_weights, piece_of
+from tests.faults import case, let_dynamo_look
 from tests.launched import ROOT
 from tests.ranks import RankContext, everywhere, on_ranks
-from tests.reference import (
-    assert_same_state,
-    assert_script_trained_like_plain,
-    case,
-    difference,
-    full_weights,
-    let_dynamo_look,
-    no_sync,
-    piece_of,
-)
+from tests.reference import assert_script_trained_like_plain, no_sync
 from tests.simulated import simulated_device
 
 WORDS, TOKENS, STEPS, CLIP = 33, 8, 2, 0.5
