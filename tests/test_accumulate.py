@@ -127,6 +127,14 @@ def _pairs(model: Any, x: Tensor) -> Tensor:
     return _run(model.layers[2:], x)
 
 
+def _pairs_conditioned(model: Any, x: Tensor) -> Tensor:
+    """Backward of the second layer recomputes the first one, which also ran without gradients."""
+    x = checkpoint(lambda y: _run(model.layers[:2], y), x, use_reentrant=False)
+    with torch.no_grad():
+        given = model.layers[0](x)
+    return _run(model.layers[2:], x + given)
+
+
 def _conditioned(model: Any, x: Tensor) -> Tensor:
     x = model.first(x)
     with torch.no_grad():
@@ -187,6 +195,7 @@ MODELS = {
     "a layer without gradients first": _Way(_of(_conditioned, _Parts)),
     "attributes": _Way(_of(_attributed)),
     "a checkpoint around two layers": _Way(_of(_pairs)),
+    "a checkpoint around a layer that ran without gradients": _Way(_of(_pairs_conditioned)),
     "a batch norm": _Way(_Normed),
     "functions in Python": _Way(_Functions),
     "several layers in a unit": _Way(Stack, {"min_unit_size": 2000}),

@@ -48,7 +48,7 @@ class Graph:
             none of its layers ran. The graph holds these unsharded parameters themselves.
         called: units of which this rank has called layers.
         called_again: resident units of which this rank has called layers several times.
-        silent: units of which this rank has called layers without a graph: a reentrant checkpoint recomputes them.
+        silent: units of which this rank has called layers only without a graph: a reentrant checkpoint recomputes them.
         visits: of the forward, in order (`Schedule.log`); filled at its end.
     """
 

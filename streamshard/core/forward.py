@@ -111,6 +111,7 @@ class Forward(Phase):
         self._running: list[Unit] = []  # units of the layers that are running, one inside the other
         self._used: set[int] = set()  # resident units that were used
         self._beside: set[int] = set()  # resident units that are used beside the program
+        self._reporting: set[int] = set()  # units of layers whose nodes will tell when backward comes to them
         # They were present since the last pass, and their slots may have expired: the first read all-gathers.
         for unit in engine.resident:
             unit.guard.set_classes(is_present=False)
@@ -163,8 +164,7 @@ class Forward(Phase):
         self.graph.called.add(unit.index)
         if not is_first and not unit.is_streamed:
             self.graph.called_again.add(unit.index)
-        if not torch.is_grad_enabled():
-            self.graph.silent.add(unit.index)
+        (self._reporting if torch.is_grad_enabled() else self.graph.silent).add(unit.index)
         return Use(unit, self.graph, unit.versions(), is_inside, is_first)
 
     def post_forward(self, unit: Unit) -> None:
@@ -304,6 +304,7 @@ class Forward(Phase):
         if error is not None or not torch.is_grad_enabled():
             return None
         self.graph.visits = tuple(self._schedule.log)
+        self.graph.silent -= self._reporting
         if engine.ends is not None:
             engine.ends.end_pass(self.graph)
         engine.progress.is_unreached = True
