@@ -71,7 +71,8 @@ class RunParts(NamedTuple):
                     own = SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state)
                     parts.trees[f"extra_state.{name}/{inner}"] = own
         for name, each in parts.optimizers.items():
-            if left := [inner for inner in inner_optimizers(each) if inner not in parts.optimizers.values()]:
+            apart = (inner for inner in inner_optimizers(each) if inner.state is not each.state)
+            if left := [inner for inner in apart if inner not in parts.optimizers.values()]:
                 what = f"{name} is around a {type(left[0]).__name__}, whose state is apart: give both"
                 raise ConfigError(f'{what}, optimizer={{"outer": optimizer, "inner": its inner optimizer}}')
         if not parts.models:

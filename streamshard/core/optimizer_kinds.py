@@ -66,9 +66,8 @@ def is_declared(kind: type) -> bool:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that `optimizer` holds and steps, and whose state is not its own."""
-    held = (each for each in vars(optimizer).values() if isinstance(each, Optimizer))
-    return [each for each in held if each.state is not optimizer.state]
+    """The optimizers that `optimizer` holds and steps. Their state may be its own."""
+    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
 
 
 def works_in_blocks(kind: type) -> bool:
