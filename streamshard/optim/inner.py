@@ -6,6 +6,7 @@ optimizers are first tried on small parameters. The trial refuses those that wou
 PyTorch:
 
 - a norm over all parameters, or one learning rate estimated from all of them (Prodigy, D-Adaptation);
+- options of another group: each optimizer has the parameters of one group;
 - random numbers: parameters are stepped in another order, and would get other numbers;
 - a constructor that reads weights: there are none yet;
 - a gradient kept in memory without a copy: the next gradient is written there;
@@ -73,6 +74,7 @@ class InnerOptimizer:
         group: the user's group.
         targets: by the user's parameter, the parameter to step in its place: the full one, or the user's own.
         is_together: put all parameters into one group, as plain PyTorch does.
+        others: groups before it, which keep their options.
 
     Attributes:
         optimizer: the ordinary optimizer.
@@ -87,28 +89,35 @@ class InnerOptimizer:
         group: dict[str, Any],
         targets: Mapping[nn.Parameter, nn.Parameter],
         is_together: bool = False,
+        others: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.number = number
+        self._n_others = len(others)
         self._group = group
         self._targets = targets
         wholes = list(targets.values())
         split = [wholes] if is_together or is_elementwise_class(made.kind) else [[each] for each in wholes]
         groups = [{**options_of(made.given), "params": each} for each in split]
-        self.optimizer: Optimizer = made.kind(groups, **made.options)
+        self.optimizer: Optimizer = made.kind([*others, *groups], **made.options)
         for param, target in targets.items():
             if values := made.initial.get(param):
                 self.optimizer.state[target].update(values)
         self.take_options()
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The groups of `targets`."""
+        return self.optimizer.param_groups[self._n_others :]
+
     def take_options(self) -> None:
         """Copy the options from the user's group."""
-        for group in self.optimizer.param_groups:
+        for group in self.groups:
             group.update(options_of(self._group))
-        self._last, self.had_grads = self.optimizer.param_groups[0], False
+        self._last, self.had_grads = self.groups[0], False
 
     def step(self) -> None:
         """Step, after `take_options`."""
-        for group in self.optimizer.param_groups:
+        for group in self.groups:
             if any(param.grad is not None for param in group["params"]):
                 self._last, self.had_grads = group, True  # some optimizers count only steps with gradients
                 break
@@ -183,7 +192,7 @@ def try_group(
     filled, made = _try_constructor(kind, options, groups)
     group = {**filled, **groups[-1]}
     if group["params"] and not is_elementwise_class(kind):
-        made = made._replace(stacked=_try_steps(made, group))
+        made = made._replace(stacked=_try_steps(made, group, is_alone=len(groups) == 1))
     return filled, made
 
 
@@ -219,13 +228,14 @@ def _try_constructor(
     return options_of(last), GroupClass(kind, options, options_of(groups[-1]), initial, frozenset())
 
 
-def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
+def _try_steps(made: GroupClass, group: Mapping[str, Any], *, is_alone: bool) -> frozenset[str]:
     """Step small parameters as plain PyTorch does, and as owners do, and compare. Takes hundredths of a second.
 
     Args:
         made: how to make the group's optimizer.
         group: the user's group. For each number of dimensions in it, the trial makes small parameters: on the same
             device, or on the CPU if the group is on the meta device.
+        is_alone: the class has no other groups, whose options it may read.
 
     Returns:
         Keys of state that plain PyTorch stacks over a group, in the state of its first parameter.
@@ -247,7 +257,7 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
         # Both ways get the same random numbers. Compiled functions run uncompiled.
         for has_owners in (False, True):
             with torch.random.fork_rng(**forked), torch.compiler.set_stance("force_eager"):
-                trials.append(_try(made, options, shapes, device, has_owners))
+                trials.append(_try(made, options, shapes, device, has_owners, is_alone=is_alone))
     except ConfigError:
         raise
     except Exception as error:
@@ -260,10 +270,10 @@ def _try_steps(made: GroupClass, group: Mapping[str, Any]) -> frozenset[str]:
         if not _is_near(wanted, owned.results.get(what, wanted + torch.nan)):
             raise ConfigError(
                 f"{name} with these options does not step each parameter by itself: if small parameters are stepped "
-                f"one by one, {what} differs. It depends on other parameters (a norm or learning rate of all), on "
-                "random numbers, on memory of gradients kept without clone(), or on something that a checkpoint loses. "
-                "WholeParameterOptimizer runs optimizers that keep state[param] of each parameter, and numbers in "
-                "their groups. For a norm over all gradients use model.clip_grad_norm_"
+                f"one by one, {what} differs. It depends on other parameters or groups (a norm or learning rate of all)"
+                ", on random numbers, on memory of gradients kept without clone(), or on something that a checkpoint "
+                "loses. WholeParameterOptimizer runs optimizers that keep state[param] of each parameter, and numbers "
+                "in their groups. For a norm over all gradients use model.clip_grad_norm_"
             )
     # A stack has an entry for each parameter of the group, and lies in the state of the first one.
     group_state, other_state, *_ = together.states
@@ -291,7 +301,13 @@ class _Trial(NamedTuple):
 
 
 def _try(
-    made: GroupClass, options: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device, has_owners: bool
+    made: GroupClass,
+    options: dict[str, Any],
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    has_owners: bool,
+    *,
+    is_alone: bool,
 ) -> _Trial:
     """Step parameters of these shapes with large and small gradients, which keep a common direction.
 
@@ -311,9 +327,14 @@ def _try(
     group = {**options, "params": params}
     _, made = _try_constructor(made.kind, made.options, [{**made.given, "params": params}])  # for its initial state
 
+    other = {**options_of(made.given), "params": [nn.Parameter(starts[-1].clone())]}
+    if isinstance(lr := options.get("lr"), float):
+        other["lr"] = 3 * lr
+    others = [] if has_owners or is_alone else [other]
+
     def make(*parts: list[nn.Parameter]) -> list[InnerOptimizer]:
         targets = [{param: wholes.get(param, param) for param in part} for part in parts]
-        return [InnerOptimizer(made, 0, group, own, is_together=not has_owners) for own in targets]
+        return [InnerOptimizer(made, 0, group, own, not has_owners, others) for own in targets]
 
     inners = make(params[:1], params[1:]) if has_owners else make(params)
     for number in range(_STEPS):
@@ -328,6 +349,8 @@ def _try(
         for index, (param, direction) in enumerate(zip(params, directions, strict=True)):
             scale = 10.0 ** ((3 * index + 2 * number) % 7 - 4)  # so each step has another norm over all parameters
             param.grad = scale * (direction + random(tuple(param.shape)))
+        for group_beside in others:
+            group_beside["params"][0].grad = directions[-1].clone()
         for param, whole in wholes.items():
             whole.data, whole.grad = param.data.clone(), param.grad
         with _Watches(made.kind):
@@ -341,7 +364,7 @@ def _try(
             for memory in (whole.data, param.grad):  # the optimizer may have set the owner's gradient to None
                 memory.fill_(torch.nan)  # type: ignore[union-attr]  # made above
             whole.data, whole.grad = stand_in(param), None
-    groups = [each for inner in inners for each in inner.optimizer.param_groups]
+    groups = [each for inner in inners for each in inner.groups]
     found = {param: values for inner in inners for param, values in inner.optimizer.state.items()}
     states = [found.get(param, {}) for each in groups for param in each["params"]]
     results: dict[str, torch.Tensor] = {}

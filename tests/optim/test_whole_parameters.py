@@ -258,6 +258,10 @@ def _divide_by_norm(optimizer: Any, params: list[Tensor]) -> None:
     torch._foreach_div_(_grads(params), nn.utils.get_total_norm(_grads(params)))
 
 
+def _take_first_rate(optimizer: Any, params: list[Tensor]) -> None:
+    torch._foreach_mul_(_grads(params), optimizer.param_groups[0]["lr"])
+
+
 def _decay(optimizer: Any, params: list[Tensor]) -> None:
     for param, start in zip(params, optimizer.starts, strict=True):
         param.add_(start - param, alpha=1e-3)
@@ -278,7 +282,7 @@ class _Decays(_sgd("_", _decay)):  # type: ignore[misc]
         (_sgd("_Estimates", _estimate), r"'seen' in the group of weight 0 differs. .*\(a norm or learning rate of all"),
         (_Decays, r"reads values of parameters in its constructor \(aten::clone"),
         (_sgd("_KeepsGrads", _keep_grads), r"on memory of gradients kept without clone\(\)"),
-        (_sgd("_Coupled", _divide_by_norm), "It depends on other parameters"),
+        (_sgd("_Coupled", _divide_by_norm), "It depends on other parameters or groups"),
         (_sgd("_Noisy", _add_noise), r"draws random numbers \(aten::randn_like"),
         (torch.optim.LBFGS, "raised TypeError: .*closure"),
         (torch.optim.SparseAdam, "tried on small parameters"),
@@ -289,6 +293,13 @@ def test_optimizers_that_cannot_be_separated_are_refused(kind: type[Optimizer], 
         # At a rate of zero no optimizer changes anything: the trial takes another.
         WholeParameterOptimizer([nn.Parameter(torch.ones(4, 4))], kind, lr=0.0 if kind.__name__ == "_Coupled" else 0.1)
     assert kind.__name__ in str(caught.value)
+
+
+def test_an_optimizer_that_reads_options_of_another_group_is_refused() -> None:
+    kind, params = _sgd("_ReadsTheFirst", _take_first_rate), [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    WholeParameterOptimizer(params, kind, lr=0.1)  # it has no other group
+    with pytest.raises(ConfigError, match="It depends on other parameters or groups"):
+        WholeParameterOptimizer([{"params": [param]} for param in params], kind, lr=0.1)
 
 
 @on_ranks(2)
