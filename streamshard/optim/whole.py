@@ -18,8 +18,9 @@ from streamshard.core.optimizer_kinds import full_name, is_elementwise_class, pa
 from streamshard.errors import ConfigError, ShardingError
 from streamshard.guards.sharded_parameter import refuse_unreduced
 from streamshard.guards.sharded_tensor import piece_of
-from streamshard.optim.inner import GroupClass, InnerOptimizer, constructor_options, options_of, try_group
+from streamshard.optim.inner import GroupClass, InnerOptimizer, options_of
 from streamshard.optim.rounds import Round, WholeParam, assign_owners, plan_rounds, run_rounds, stand_in
+from streamshard.optim.trial import constructor_options, try_group
 from streamshard.torch_private import untraced
 
 _CLASS = "optimizer_class"  # key of a group
