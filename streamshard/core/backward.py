@@ -223,9 +223,11 @@ class Backward(Phase):
         # forward, while the last one's backward runs, and nodes of a unit's outputs tell when its own begins (`need`).
         # A reentrant checkpoint has no such nodes, and recomputes all its units before the last one's backward: that
         # one's visit begins when it is recomputed.
+        # Backward of resident units between has come before, if their nodes tell.
         if unit.is_streamed and self.graph is not None and unit.index in self.graph.silent:
             visit, following = self._schedule.find(unit.index), self._schedule.following
-            if visit is not None and self.graph.called.isdisjoint(self._schedule.visits[following:visit]):
+            to_come = self.graph.called - {each.index for each in self._engine.resident} | self.graph.silent
+            if visit is not None and to_come.isdisjoint(self._schedule.visits[following:visit]):
                 self._advance(unit)
         self._unshard(unit, binds=True)
 

@@ -229,7 +229,24 @@ def _with_penalty_on_slopes(model: Any, call: Call) -> Tensor:
 
 
 # Gradients are a function of the graphs that were differentiated: present exactly where plain PyTorch has them.
+class FirstCheckpointed(RoutedStack):
+    """The first layer has a reentrant checkpoint, which no node tells of."""
+
+    def order(self) -> Iterator[Any]:
+        for place in self.route:
+            yield self.layers[place] if place else self._checkpointed(self.layers[0])
+
+
+def _in_parts(model: Any, call: Call) -> Tensor:
+    """Each rank leaves out the layers of the other one, but for the resident one in the middle."""
+    model.route = range(4) if not call.step else [(0, 1), (1, 2, 3)][call.rank % 2]
+    return call.backward(model(vector_batch(call.step, call.rank).requires_grad_()).square().mean())
+
+
 GRAPHS: dict[str, Program] = {
+    "a reentrant checkpoint before a resident layer": Program(
+        lambda: FirstCheckpointed(4, True), _in_parts, {"resident": ["layers.1"]}
+    ),
     "frozen in the backward": Program(Stack, _frozen_in_backward),
     "frozen while gradients accumulate": Program(Stack, _discriminating),
     "layers frozen while gradients wait": Program(RoutedStack, _frozen_while_waiting),
